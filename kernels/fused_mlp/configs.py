@@ -1,6 +1,6 @@
 """How fused_mlp is launched: every choice is a pure function of the problem and the GPU.
 
-What is not said to be measured is reckoned: EXPERIMENTS.md says how the numbers were reckoned.
+What is not said to be measured is estimated: EXPERIMENTS.md says how.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-MIN_BLOCK = 16  # what tl.dot takes
+MIN_BLOCK = 16  # minimum of tl.dot
 PITCH = 16  # elements: what Triton must see in a row's pitch to load whole vectors
 MAX_FUSED_OUT = 512  # columns of y that the single kernel keeps in registers
-MAX_NARROW = 512  # terms of a row that a consumer of narrow.cu keeps in registers
+MAX_NARROW = 512  # largest K of narrow.cu, whose consumers keep their rows of a in registers
 SHARED = 227 << 10  # bytes that a CTA of sm_90 can use
 
 
 @dataclass(frozen=True)
 class ProductConfig:
-    """Tiles of `block_m` by `block_n`, walked by `ctas` persistent CTAs an SM. `raster` row tiles follow each other
-    before the next column, so that they share its columns of the weight in L2."""
+    """Tiles of `block_m` by `block_n`, processed by `ctas` persistent CTAs per SM in grouped tile order: `raster` row
+    tiles of a column, then of the next, so that they share the column of the weight in L2."""
 
     block_m: int
     block_n: int
@@ -33,9 +33,9 @@ class ProductConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu, whose tiles are 128 x `block_n` x 64: of 256 columns, or with `turns` of 128, 160, 176 or 192.
-    Steps of the ring, clusters of row tiles that follow each other, and CTAs of a cluster, which share what they read
-    of b (1 or 2)."""
+    """Of products.cu, whose tiles are 128 x `block_n` x 64: 256 columns or, with `turns`, 128, 160, 176 or 192.
+    Pipeline stages, height of a group in the grouped tile order (`raster`, in clusters), and CTAs of a cluster, which
+    share their loads of b (1 or 2)."""
 
     block_n: int
     stages: int
@@ -44,15 +44,15 @@ class CudaConfig:
 
     @property
     def turns(self) -> bool:
-        """Ping-pong: each of two warpgroups has tiles of its own. Else they share one, as 128 x 256 sums do not fit
-        into the registers of one."""
+        """Ping-pong: each of two consumer warpgroups computes its own tiles. Else they share a tile (cooperative), as
+        128 x 256 accumulators do not fit into the registers of one."""
         return self.block_n < 256
 
 
 @dataclass(frozen=True)
 class NarrowConfig:
-    """Of narrow.cu: columns of a block (64, or of one weight 128), steps of the rings of b and of a, and CTAs of a
-    cluster, which share what they read of b (1, 2 or 4)."""
+    """Of narrow.cu: columns of a block (64, or of one weight 128), pipeline stages of b and of a, and CTAs of a
+    cluster, which share their loads of b (1, 2 or 4)."""
 
     columns: int
     stages: int
@@ -62,7 +62,7 @@ class NarrowConfig:
 
 @dataclass(frozen=True)
 class CopyConfig:
-    """Blocks of `block_n` rows and `block_k` columns of a weight, a CTA each."""
+    """Blocks of `block_n` rows and `block_k` columns of a weight, one per CTA."""
 
     block_n: int
     block_k: int
@@ -70,8 +70,8 @@ class CopyConfig:
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    """Tiles of `block_n` by `block_k` of a weight's gradient, summed over `block_r` rows at a time, in `splits` parts
-    of the rows."""
+    """Tiles of `block_n` by `block_k` of a weight's gradient, summed over `block_r` rows at a time, in `splits`
+    split-K partitions of the rows."""
 
     block_n: int
     block_k: int
@@ -99,7 +99,8 @@ class GradientsConfig:
 
 @dataclass(frozen=True)
 class FusedConfig:
-    """A CTA keeps `block_m` rows of y; it takes `block_h` columns of the hidden at a time, of one of `splits` parts."""
+    """A CTA keeps `block_m` rows of y and processes `block_h` columns of the hidden at a time, of one of `splits`
+    partitions."""
 
     block_m: int
     block_h: int
@@ -129,10 +130,10 @@ class BiasConfig:
 
 @dataclass(frozen=True)
 class Versions:
-    """What products run in, where they can. Those with an activation: of few terms in CUDA C++ by narrow.cu
-    (`narrow`); by cuBLAS with the activation as a pass of its own (`passes`); in CUDA C++ by products.cu (`cuda`); in
-    this order. Those without one, of y, x's gradient and the weights': by products.cu (`plain`); by cuBLAS (`library`);
-    by products.cu (`cuda`). Else in Triton."""
+    """Which version computes the GEMMs, where it supports them. Those with an activation, in this order: of small K
+    narrow.cu (`narrow`); cuBLAS with the activation as a kernel of its own (`passes`); products.cu (`cuda`). Those
+    without one, of y, x's gradient and the weights': products.cu (`plain`); cuBLAS (`library`); products.cu (`cuda`).
+    Else Triton."""
 
     cuda: bool
     library: bool
@@ -147,13 +148,13 @@ class Versions:
 
 
 def pick_versions(backend: str, rows: int, dim: int, hidden: int, dtype: torch.dtype, hopper: bool) -> Versions:
-    """The versions of the products. Pure. `hopper`: products.cu can run.
+    """The versions of the GEMMs. Pure. `hopper`: products.cu can run.
 
-    Measured on one H200: on wide models products.cu with an activation takes what cuBLAS takes without one, and without
-    one 1 % less than cuBLAS for y and x's gradient (0.96 to 1.13 times as fast) and 9 % less for a weight's (1.02 to
-    1.19). For sums of 512 terms cuBLAS is 7 % faster for y, and 1.7 times for a weight's gradient; from 1024 rows on,
-    and followed by an elementwise kernel over the hidden layer, also with an activation. For few rows it takes 2 to 4
-    us less than Triton. But it needs a hidden dimension of whole vectors: otherwise the hidden is padded by additional
+    Measured on one H200: on wide models products.cu with an activation takes as long as cuBLAS without one. Without one
+    it takes 1 % less than cuBLAS for y and x's gradient (0.96 to 1.13 times as fast) and 9 % less for a weight's (1.02
+    to 1.19). With K = 512 cuBLAS is 7 % faster for y, and 1.7 times for a weight's gradient; from 1024 rows on, and
+    followed by an elementwise kernel over the hidden layer, also with an activation. For few rows it takes 2 to 4 us
+    less than Triton. But it requires a hidden dimension of whole vectors: otherwise the hidden is padded by additional
     launches, whose host time dominates for few rows.
     """
     if backend != "auto":
@@ -167,19 +168,19 @@ def pick_versions(backend: str, rows: int, dim: int, hidden: int, dtype: torch.d
 
 
 def pick_narrow(rows: int, dim: int) -> bool:
-    """Whether "auto" takes narrow.cu for products with an activation on Hopper, whose terms it can keep in registers;
-    others are multiplied as without it. Pure.
+    """Whether "auto" uses narrow.cu for GEMMs with an activation on Hopper whose K it can keep in registers; others are
+    computed as without it. Pure.
 
     On one H200, D = 512 and H = 1365 in bf16, with it and without: 205 000 rows forward 848 and 1121 us, backward 1968
-    and 2241; 11 000 rows forward 63 and 81 us, the products with an activation alone 42 and 57, 53 and 62
-    (EXPERIMENTS.md). The limits are reckoned: with fewer than 256 terms a tile's products take less time than an
-    epilogue that derives, and with fewer than 4096 rows clusters of two have at most 3 blocks each for H = 1365.
+    and 2241; 11 000 rows forward 63 and 81 us, the GEMMs with an activation alone 42 and 57, 53 and 62
+    (EXPERIMENTS.md). The limits are estimated: with K below 256 a tile's main loop takes less time than an epilogue
+    with a derivative, and with fewer than 4096 rows clusters of two have at most 3 blocks each for H = 1365.
     """
     return dim >= 256 and rows >= 4096
 
 
 def pick_pitch(cols: int) -> int:
-    """Elements from a row to the next of the tensors that the kernels make themselves: whole vectors. Pure. 1365
+    """The pitch, in elements, of the tensors that the kernels allocate themselves: whole vectors. Pure. 1365
     becomes 1376, which costs 0.8 % of memory."""
     return triton.cdiv(cols, PITCH) * PITCH
 
@@ -187,7 +188,7 @@ def pick_pitch(cols: int) -> int:
 def pick_copy(rows: int, cols: int, whole_vectors: bool, dtype: torch.dtype) -> bool:
     """Whether w2 [rows, cols] is copied to rows of whole vectors before it is multiplied. Pure.
 
-    A row that begins anywhere is loaded element by element, which halves the rate of a product or worse; the copy is
+    A row that is not aligned is loaded element by element, which halves the rate of a GEMM or worse; the copy is
     one read and one write of the weight. Weights that fit one tile are read as they are.
     """
     return dtype != torch.float32 and not whole_vectors and rows > MIN_BLOCK and cols > MIN_BLOCK
@@ -203,14 +204,14 @@ def pick_hidden_config(
     capability: tuple[int, int],
     sms: int,
 ) -> ProductConfig:
-    """Configuration of the product that gives the hidden. Pure. See `_product_config`."""
+    """Configuration of the GEMM that computes the hidden. Pure. See `_product_config`."""
     return _product_config(rows, cols, depth, "gate" if gated else "act", aligned, dtype, capability, sms)
 
 
 def pick_rows_config(
     rows: int, cols: int, depth: int, aligned: bool, dtype: torch.dtype, capability: tuple[int, int], sms: int
 ) -> ProductConfig:
-    """Configuration of the products that give y and x's gradient. Pure. See `_product_config`."""
+    """Configuration of the GEMMs that compute y and x's gradient. Pure. See `_product_config`."""
     return _product_config(rows, cols, depth, "", aligned, dtype, capability, sms)
 
 
@@ -224,7 +225,7 @@ def pick_dhidden_config(
     capability: tuple[int, int],
     sms: int,
 ) -> ProductConfig:
-    """Configuration of the product that gives the hidden's gradient. Pure. See `_product_config`."""
+    """Configuration of the GEMM that computes the hidden's gradient. Pure. See `_product_config`."""
     return _product_config(rows, cols, depth, "dgate" if gated else "dact", aligned, dtype, capability, sms)
 
 
@@ -241,12 +242,12 @@ def _product_config(
     """`epilogue` is "" for y and x's gradient, "act" for the hidden, "gate" for a gated one, "dact" and "dgate" for
     their gradients.
 
-    Without an epilogue, on Hopper: two warpgroups with 64 x 256 sums each. A step of 128 x 256 x 64 reads 48 KiB for
-    4.2 MFLOP, where two of 128 x 128 read 64 KiB. An activation wants registers beside the sums: tiles have half the
-    columns, and a quarter where pre is read. A gated hidden keeps two sums. With too few tiles to fill the GPU they
-    have 64 x 64. Rows that are not `aligned` are loaded through registers, of which larger tiles have not enough. Where
-    pre and gate are read, both of these small tiles have 32 columns, since with 64 they spill. By these sums and by
-    what the build shows of registers; not measured yet.
+    Without an epilogue, on Hopper: two warpgroups with 64 x 256 accumulators each. A K-block of 128 x 256 x 64 reads 48
+    KiB for 4.2 MFLOP, where two of 128 x 128 read 64 KiB. An activation requires registers besides the accumulators:
+    tiles have half the columns, and a quarter where pre is read. A gated hidden has two accumulators. With too few
+    tiles to fill the GPU they are 64 x 64. Rows that are not `aligned` are loaded through registers, of which larger
+    tiles have not enough. Where pre and gate are read, both of these small tiles have 32 columns, since with 64 they
+    spill. By this arithmetic and by the registers that the build shows; not measured yet.
     """
     hopper, narrow = capability >= (9, 0), 32 if epilogue == "dgate" else 64
     if not aligned or dtype == torch.float32:
@@ -270,8 +271,8 @@ def pick_weights_config(
 ) -> WeightsConfig:
     """Configuration of a weight's gradient [cols, depth] over `rows`. Pure.
 
-    The gradient of 1365 x 512 has 44 tiles of 128 x 128: the rows are split into as many parts as fill the GPU twice
-    over, each of at least 512 rows, whose partial sums are added in order. By these sums; not measured yet.
+    The gradient of 1365 x 512 has 44 tiles of 128 x 128: split-K with as many partitions of the rows as fill the GPU
+    twice, each of at least 512 rows, whose partial sums are added in order. By this arithmetic; not measured yet.
     """
     n, k, r, stages, warps = _fit(cols, 128), _fit(depth, 128), 64, 3, 8
     if not aligned or dtype == torch.float32:
@@ -297,9 +298,9 @@ def pick_gradients_config(
     """Configuration of the gradients of x and of both weights in one launch; None where each has enough tiles for a
     launch of its own. Pure.
 
-    564 rows of 512 -> 1365 -> 512 are 72 tiles of x's gradient with 11 steps, and 88 of each weight's with 9: two of
+    564 rows of 512 -> 1365 -> 512 are 72 tiles of x's gradient with 11 K-blocks, and 88 of each weight's with 9: two of
     them fit an SM, by their registers and 96 KiB of shared memory. Measured as a whole backward (EXPERIMENTS.md); the
-    limit, tiles for every SM, is reckoned.
+    limit, tiles for every SM, is estimated.
     """
 
     def tiles(height: int, width: int) -> int:
@@ -329,9 +330,9 @@ def pick_fused_config(
 ) -> FusedConfig:
     """Configuration of the single kernel. Pure.
 
-    64 rows of 512 columns of y are 128 fp32 sums a thread, which leaves registers for 32 columns of the hidden. The
-    hidden is split until there is a CTA for each SM: 564 rows are 9 tiles, and 14 parts of it 126 CTAs. By these sums;
-    not measured yet.
+    64 rows of 512 columns of y are 128 fp32 accumulators per thread, which leaves registers for 32 columns of the
+    hidden. The hidden is split until there is a CTA for each SM: 564 rows are 9 tiles, with 14 partitions 126 CTAs. By
+    this arithmetic; not measured yet.
     """
     if dtype == torch.float32 or not aligned:
         block_m, block_h, block_k, stages = 16, 16, 32, 1
@@ -346,13 +347,13 @@ def pick_fused_config(
 def pick_cuda_config(
     rows: int, cols: int, steps: int, parts: int, epilogue: str, sms: int, erf: bool = False
 ) -> CudaConfig:
-    """Configuration of products.cu for a result [rows, cols] summed over `steps` steps of 64, in `parts` parts;
-    `epilogue` as in `CUDA_EPILOGUES`, `erf` where it has exact GELU. Pure.
+    """Configuration of products.cu for a result [rows, cols] with `steps` K-blocks of 64 in `parts` split-K
+    partitions; `epilogue` as in `CUDA_EPILOGUES`, `erf` where it has exact GELU. Pure.
 
-    What `cuda_cycles` reckons to take least. Of 116 products of wide models on one H200 that is the fastest of the five
-    widths, or within 4.4 % of it, 0.5 % on average (EXPERIMENTS.md). Rasters of 4 and 16 were no faster there, and
-    clusters of two up to 13 % faster than none. The ring takes what shared memory there is. With 192 columns exact
-    GELU's derivative of a gate spills.
+    The fastest by the estimate of `cuda_cycles`. Of 116 GEMMs of wide models on one H200 that is the fastest of the
+    five widths, or within 4.4 % of it, 0.5 % on average (EXPERIMENTS.md). Groups of 4 and 16 clusters (`raster`) were
+    no faster there, and clusters of two up to 13 % faster than none. There are as many pipeline stages as fit into
+    shared memory. With 192 columns exact GELU's derivative of a gate spills.
     """
     cluster = 2 if rows > 128 else 1
     widths = (256, 176, 160, 128) if epilogue == "dgate" and erf else (256, 192, 176, 160, 128)
@@ -362,19 +363,20 @@ def pick_cuda_config(
     )
 
 
-# Cycles that an epilogue of products.cu takes for each column of a tile: 128 sums, of one warpgroup.
+# Cycles that an epilogue of products.cu takes for each column of a tile: 128 accumulators, of one warpgroup.
 CUDA_EPILOGUES = {"plain": 22, "act": 28, "gate": 28, "dact": 36, "dgate": 68, "parts": 22}
 
 
 def cuda_cycles(config: CudaConfig, rows: int, cols: int, steps: int, parts: int, epilogue: str, sms: int) -> float:
-    """Cycles that products.cu takes, reckoned, without what every configuration has: launch, first loads. Pure.
+    """Estimated cycles of products.cu, without what all configurations have in common: launch, first loads. Pure.
 
-    Tiles are handed out in rounds. A step of one takes what its operands take in shared memory (128 bytes a cycle: both
-    written once, a read once and b by two wgmmas), which is never less than what the tensor cores take (4096 FLOP), or
-    what they take from L2. An epilogue follows each tile of 256 columns, of which two warpgroups have half each, but
-    store at the same time. With turns it runs beside the next tile's products, and takes time only if it is longer, or
-    the last. A quarter less of a's bytes, the rate of L2, an epilogue's cycles and the factor of one of 256 columns are
-    fitted to what `pick_cuda_config` names, so that the fastest width takes least; no other meaning is claimed.
+    Tiles are processed in waves. A K-block takes as long as its operands in shared memory (128 bytes a cycle: both
+    written once, a read once and b by two wgmmas), which is never less than the time of the tensor cores (4096 FLOP a
+    cycle), or as long as its loads from L2. The epilogue of a tile of 256 columns is exposed; each of two warpgroups
+    has half of it, but they store at the same time. With ping-pong it overlaps the next tile's main loop, and takes
+    time only if it is longer, or the last. A quarter less of a's bytes, the rate of L2, an epilogue's cycles and the
+    factor of one of 256 columns are fitted to the measurements that `pick_cuda_config` names, so that the fastest width
+    has the fewest cycles; no other meaning is claimed.
     """
     width = config.block_n
     columns = width // 2 if epilogue == "gate" else width
@@ -389,25 +391,25 @@ def cuda_cycles(config: CudaConfig, rows: int, cols: int, steps: int, parts: int
 
 
 def cuda_stages(block_n: int) -> int:
-    """Steps of products.cu's ring, as many as fit. Pure."""
+    """Pipeline stages of products.cu, as many as fit. Pure."""
     return SHARED // cuda_step_bytes(block_n)
 
 
 def cuda_step_bytes(block_n: int) -> int:
-    """Shared memory of a step of products.cu's ring and its two barriers; b, where it is contiguous along its columns,
-    in panels of 64 of them."""
+    """Shared memory of a pipeline stage of products.cu and its two barriers; b, where it is N-major, is in panels of 64
+    columns."""
     return (128 + triton.cdiv(block_n, 64) * 64) * 64 * 2 + 16
 
 
 def pick_narrow_config(rows: int, steps: int, weights: int, tensors: int) -> NarrowConfig:
-    """Configuration of narrow.cu for `steps` steps of b, which is made of `weights` weights, and `tensors` tensors that
-    are loaded or stored. Pure. Measured for D = 512 against 64 columns and a smaller ring of a: the fastest in six of
-    seven, and 2.5 % slower than 64 columns for 205 000 rows with pre kept.
+    """Configuration of narrow.cu for `steps` K-blocks of b, which is made of `weights` weights, and `tensors` tensors
+    that are loaded or stored. Pure. Measured for D = 512 against 64 columns and fewer stages of a: the fastest in six
+    of seven, and 2.5 % slower than 64 columns for 205 000 rows with pre kept.
 
-    The ring of b holds at least the steps of a block, which the second consumer reads one block later than the first,
-    and what room there is beyond that, up to two further blocks. Half of a consumer's rows of a are in their ring
-    before it is through with the rows before. Two CTAs that share b read 16 bytes of it a cycle from L2. Three tensors
-    leave no room for a ring of blocks of 128 columns.
+    The stages of b hold at least the K-blocks of one block, which the second consumer reads one block later than the
+    first, and as many more as fit, up to two further blocks. The stages of a hold half of a consumer's next rows, which
+    are loaded before it has finished with the previous ones. Two CTAs that share b read 16 bytes of it a cycle from
+    L2. Three tensors leave no room for the stages of a block of 128 columns.
     """
     config = NarrowConfig(64 if weights == 2 or tensors == 3 else 128, steps, 4, 2 if rows > 128 else 1)
     for stages in range(3 * steps, steps, -1):
@@ -417,22 +419,23 @@ def pick_narrow_config(rows: int, steps: int, weights: int, tensors: int) -> Nar
 
 
 def narrow_bytes(config: NarrowConfig, weights: int, tensors: int) -> int:
-    """Shared memory of a CTA of narrow.cu: the rings of b and a, a tile of each tensor and the bias in fp32 for both
+    """Shared memory of a CTA of narrow.cu: the stages of b and a, a tile of each tensor and the bias in fp32 for both
     consumers, and barriers."""
     b_ring = config.stages * (weights * config.columns * 64 * 2 + 16)
     return b_ring + config.a_stages * (64 * 64 * 2 + 24) + 2 * config.columns * (tensors * 64 * 2 + 4) + 4 * 8
 
 
 def clusters_at_once(sms: int, size: int) -> int:
-    """How many clusters of `size` CTAs run at once, with one CTA an SM. Pure. A cluster lies within a GPC, so that of
-    132 SMs those of 4 CTAs leave 12 without work (the driver's count on one H200). More would take two rounds."""
+    """How many clusters of `size` CTAs are resident at once, with one CTA per SM. Pure. A cluster lies within
+    a GPC, so that of 132 SMs those of 4 CTAs leave 12 idle (the driver's count on one H200). More would take two
+    waves."""
     usable = sms if size <= 2 else sms * 10 // 11
     return max(1, usable // size)
 
 
 def pick_cuda_parts(steps: int, tiles: int, sms: int) -> int:
-    """Parts into which products.cu splits the sum of a weight's gradient, of `steps` times 64 rows. Pure. As many as
-    fill the GPU with tiles, each of 8 steps at least; not measured yet."""
+    """Split-K partitions of a weight's gradient in products.cu, of `steps` K-blocks of 64 rows. Pure. As many as fill
+    the GPU with tiles, each of at least 8 K-blocks; not measured yet."""
     return max(1, min(sms // max(1, tiles), steps // 8))
 
 
@@ -442,7 +445,7 @@ def pick_sum_config(elements: int) -> SumConfig:
 
 
 def pick_copy_config(pitch: int) -> CopyConfig:
-    """Blocks in which w2 is copied beside the product that gives the hidden. Pure. 64 rows of 1376 elements are 16
+    """Blocks in which w2 is copied in the launch that computes the hidden. Pure. 64 rows of 1376 elements are 16
     blocks, of 32 or 64 elements a thread, all of which are loaded at once. The only ones measured (EXPERIMENTS.md)."""
     return CopyConfig(8, _fit(pitch, 1024))
 
@@ -454,7 +457,7 @@ def pick_bias_config(rows: int, cols: int, dtype: torch.dtype, sms: int) -> Bias
 
 
 def _splits(rows: int, tiles: int, sms: int) -> int:
-    """Parts of the rows: as many as fill `sms` with tiles, each of 512 rows at least."""
+    """Split-K partitions of the rows: as many as fill `sms` with tiles, each of at least 512 rows."""
     return max(1, min(sms // tiles, rows // 512))
 
 

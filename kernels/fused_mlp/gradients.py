@@ -1,7 +1,7 @@
 """The gradients of x and of both weights in one launch, in Triton: for few rows, where one of them does not fill a GPU.
 
-564 rows of 512 -> 1365 -> 512 are three products of 0.8 GFLOP, 1 us each at 790 TFLOP/s. Apart they take 5 to 8 us,
-in 44 to 72 tiles for 132 SMs. Together they have 248 tiles, two of which an SM takes at once, and read 63 MB from L2:
+564 rows of 512 -> 1365 -> 512 are three GEMMs of 0.8 GFLOP, 1 us each at 790 TFLOP/s. Apart they take 5 to 8 us,
+in 44 to 72 tiles for 132 SMs. Together they have 248 tiles, two of which are resident on an SM, and read 63 MB from L2:
 some 8 us by the rate of L2 (estimated; EXPERIMENTS.md has the whole backward, which was measured).
 """
 

@@ -1,14 +1,14 @@
-"""fused_mlp as products with the activation in an epilogue, in Triton.
+"""fused_mlp as GEMMs with the activation in an epilogue, in Triton.
 
-Napkin maths, bf16, M rows, D -> H -> D, one NVIDIA H200 at 790 TFLOP/s and 4254 GB/s. A product is 2·M·D·H FLOPs; the
+Estimate, bf16, M rows, D -> H -> D, one NVIDIA H200 at 790 TFLOP/s and 4254 GB/s. A GEMM is 2·M·D·H FLOPs; the
 forward has two (gated three), the backward four (gated six), and one or two more that recompute with save="input".
                                          forward     floor    hidden, written and read
   205 000 rows, 512 -> 1365 -> 512       573 GFLOP   726 us   1119 MB, 263 us
   11 000 rows, 512 -> 1365 -> 512         31 GFLOP    39 us     60 MB (it stays in L2)
   8192 rows, 4096 -> 11008 -> 4096      1478 GFLOP  1870 us    361 MB, 85 us
-The tensor cores bind; the traffic of the hidden is overlapped with them, except in the first and last tile of a CTA.
+The tensor cores are the bound; the traffic of the hidden overlaps them, except in the first and last tile of a CTA.
 
-The hidden and its gradient have rows of a multiple of 16 elements, whose last ones are zero. So the products that sum
+The hidden and its gradient have rows of a multiple of 16 elements, whose last ones are zero. So the GEMMs that sum
 over them, or have them as columns, load whole vectors: a width of 1365 costs what 1376 would.
 """
 

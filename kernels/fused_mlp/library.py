@@ -1,5 +1,5 @@
-"""Products by PyTorch (cuBLAS), with activations as passes of their own. As `launches`, whose arguments and results
-they share. cuBLAS is slow where a row of a result does not begin on a 16-byte boundary: what is odd is padded."""
+"""GEMMs by PyTorch (cuBLAS), with activations as kernels of their own. As `launches`, whose arguments and results they
+share. cuBLAS is slow where a row of a result does not begin on a 16-byte boundary: such operands are padded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The activation and its derivative as passes of their own, in Triton, where cuBLAS makes the products.
+"""The activation and its derivative as kernels of their own, in Triton, where cuBLAS computes the GEMMs.
 
-Napkin maths, 205000 x 1376 in bf16: a tensor is 564 MB. The activation reads and writes one, 265 us at 4254 GB/s; the
-derivative reads two and writes two, 530 us, beside 366 us of each product at 790 TFLOP/s.
+Estimate, 205000 x 1376 in bf16: a tensor is 564 MB. The activation reads and writes one, 265 us at 4254 GB/s; the
+derivative reads two and writes two, 530 us, compared with 366 us of each GEMM at 790 TFLOP/s.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """fused_mlp in a single kernel, in Triton: the hidden stays in registers and shared memory.
 
-Napkin maths, bf16, 512 -> 1365 -> 512: a tile of 64 rows reads all weights, 2.8 MB, from L2 for 179 MFLOP, which are
+Estimate, bf16, 512 -> 1365 -> 512: a tile of 64 rows reads all weights, 2.8 MB, from L2 for 179 MFLOP, which are
 30 us of one SM's tensor cores and 24 us of what it gets from L2. So the hidden is split: with 564 rows, 9 tiles and 14
-parts, a CTA reads 0.2 MB and computes 13 MFLOP, about 2 us each. The parts of y are fp32 and added in order by a
-second, small launch: 16 MB written and read within L2, about 4 us.
+parts, a CTA reads 0.2 MB and computes 13 MFLOP, about 2 us each. The partial sums of y are fp32 and added in order by
+a second, small launch: 16 MB written and read within L2, about 4 us.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def test_values_beyond_the_last_column_do_not_matter() -> None:
 
 
 def test_several_tiles_and_parts() -> None:
-    """More tiles than persistent CTAs; gradients summed in parts."""
+    """More tiles than persistent CTAs; gradients with split-K."""
     tensors = operands(40, 20, 50, 24)
     small = configs.ProductConfig(16, 16, 16, raster=2, stages=1, num_warps=4, ctas=1)
     parts = configs.WeightsConfig(16, 16, 16, splits=3, raster=2, stages=1, num_warps=4)

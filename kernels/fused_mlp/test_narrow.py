@@ -1,4 +1,4 @@
-"""narrow.cu, products of few terms with an activation: which operands it takes, that it compiles, that host and device
+"""narrow.cu, GEMMs of small K with an activation: which operands it supports, that it compiles, that host and device
 agree, and on a GPU that it is right."""
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_it_fits_into_shared_memory(epilogue: int) -> None:
 
 
 def test_its_clusters_run_at_once() -> None:
-    """Of 132 SMs, clusters of 4 CTAs take 120: 33 of them would be two rounds, the second of 3."""
+    """Of 132 SMs, clusters of 4 CTAs use 120: 33 of them would be two waves, the second of 3."""
     assert [configs.clusters_at_once(132, size) for size in (1, 2, 4)] == [132, 66, 30]
 
 
@@ -190,7 +190,7 @@ def test_both_ways_to_save_give_the_same_bits(compiler: None) -> None:
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_each_gradient_alone(compiler: None) -> None:
     """Of the tensors that the backward's epilogue can write, those that are needed. For w2 alone the hidden comes from
-    the first product, before pre is rounded."""
+    the first GEMM, before pre is rounded."""
     tensors = operands(700, 128, 200, 136, "x w1 w2 b1 w_gate", torch.bfloat16)
     for names in ("x w1 w2 b1", "x w1 w2 b1 w_gate"):
         given = {name: tensors[name] for name in names.split()}
@@ -206,7 +206,7 @@ def test_each_gradient_alone(compiler: None) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_layouts(compiler: None) -> None:
-    """What TMA cannot read goes to another version, product by product."""
+    """What TMA cannot read goes to another version, for each GEMM."""
     tensors = operands(300, 128, 200, 136, "x w1 w2 w_gate", torch.bfloat16)
     for name, t in tensors.items():
         wide = torch.randn(t.shape[0], 256, device="cuda", dtype=torch.bfloat16) * t.shape[1] ** -0.5

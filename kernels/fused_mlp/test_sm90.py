@@ -1,4 +1,4 @@
-"""The version for Hopper (sm90/): which operands it takes, that it compiles, and on a GPU that it is right."""
+"""The version for Hopper (sm90/): which operands it supports, that it compiles, and on a GPU that it is right."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ WIDTHS = (256, 192, 176, 160, 128)  # columns of a tile
     ],
 )
 def test_it_compiles_and_does_not_spill(variant: tuple, width: int) -> None:
-    """Neither does ptxas wait for wgmmas but where the source does: in each loop over steps, and behind it."""
+    """Neither does ptxas wait for wgmmas but where the source does: in each loop over K-blocks, and after it."""
     (epilogue, activation, a_trans, b_trans, two, fp16), turns = variant, width < 256
     defines = (
         f"EPILOGUE={getattr(products, epilogue)}",
@@ -176,7 +176,7 @@ def test_activations(compiler: None, activation: str) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_more_tiles_than_sms(compiler: None) -> None:
-    """Every CTA goes through several rounds; weights' gradients are summed in parts; repeats agree bit for bit."""
+    """Every CTA computes several tiles; weights' gradients use split-K; repeats agree bit for bit."""
     tensors = operands(20000, 512, 1365, 512, "x w1 w2 b1 b2 w_gate", torch.bfloat16)
     agrees(tensors, backend="cuda")
     first = gradients(fused_mlp, tensors, backend="cuda")
@@ -187,7 +187,7 @@ def test_more_tiles_than_sms(compiler: None) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_layouts(compiler: None) -> None:
-    """What TMA cannot read goes to Triton, product by product."""
+    """What TMA cannot read goes to Triton, for each GEMM."""
     tensors = operands(300, 128, 200, 136, "x w1 w2 w_gate", torch.bfloat16)
     for name, t in tensors.items():
         wide = torch.randn(t.shape[0], 256, device="cuda", dtype=torch.bfloat16) * t.shape[1] ** -0.5
@@ -206,7 +206,7 @@ def test_what_is_not_finite_stays_in_its_row(compiler: None) -> None:
 
 
 def each_config(monkeypatch: pytest.MonkeyPatch) -> Iterator[configs.CudaConfig]:
-    """Every width and cluster of products.cu, taken for all of its products."""
+    """Every width and cluster of products.cu, used for all of its GEMMs."""
     for block_n, cluster in itertools.product(WIDTHS, (1, 2)):
         config = configs.CudaConfig(block_n, configs.cuda_stages(block_n), raster=2, cluster=cluster)
         monkeypatch.setattr(configs, "pick_cuda_config", lambda *problem, config=config: config)
@@ -231,7 +231,7 @@ def test_each_width_is_right(
     names: str,
     dtype: torch.dtype,
 ) -> None:
-    """Forward and backward, whose products have operands of both layouts, parts and two sums; with one tile a CTA, and
+    """Forward and backward, whose GEMMs have operands of both layouts, split-K and TWO; with one tile a CTA, and
     with even and odd numbers of them. Repeats agree bit for bit, and so do all widths: each sum has one order."""
     tensors = operands(rows, dim, hidden, dim_out, names, dtype)
     first: list[torch.Tensor] | None = None

@@ -1,4 +1,4 @@
-"""Which version a product runs in: cuBLAS or CUDA C++, where that was chosen and takes the operands, else Triton.
+"""Which version computes a GEMM: cuBLAS or CUDA C++, where that was chosen and supports the operands, else Triton.
 
 `written` says which results of a launch are wanted: the hidden, and pre and gate; or dpre, dgate, and the hidden."""
 

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 import torch
 import triton
 
-MIN_BLOCK_M = 16  # what tl.dot takes; the tile list has room for tiles of so few rows
+MIN_BLOCK_M = 16  # minimum of tl.dot; the tile list has room for tiles of so few rows
 SHARED = 227 << 10  # bytes that a CTA of sm_90 can use
-MOST_TERMS_IN_TURNS = 3072  # of a row's sum; between what was measured to be faster and to be slower
-ROWS_IN_TURNS = (176, 160, 128)  # columns of tiles of rows; of 192 was slower
+MOST_TERMS_IN_TURNS = 3072  # largest K with ping-pong; between what was measured to be faster and to be slower
+ROWS_IN_TURNS = (176, 160, 128)  # ping-pong widths of the forward and dx; 192 was slower
 
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """Tiles of `block_m` rows (by `pick_block_m`) by `block_n` columns, walked by `ctas` persistent CTAs an SM.
-    `raster` row tiles follow each other before the next column, so that they share a weight's columns in L2."""
+    """Tiles of `block_m` rows (by `pick_block_m`) by `block_n` columns, processed by `ctas` persistent CTAs per SM in
+    grouped tile order: `raster` row tiles of a column, then of the next, so that they share a weight's columns in
+    L2."""
 
     block_n: int
     block_k: int
@@ -31,9 +32,9 @@ class RowsConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu: steps of the ring, how many clusters follow each other below each other, how many CTAs a cluster
-    has, 1 or 2, with tiles below each other that share b, and the columns of a tile: of 256 the two consumers of a CTA
-    share one, of 128, 160, 176 or 192 they take turns with a tile each."""
+    """Of products.cu: pipeline stages, height of a group in the grouped tile order (`raster`, in clusters), CTAs of a
+    cluster (1 or 2), whose tiles are vertically adjacent and share b, and the columns of a tile: 256, which the two
+    consumers of a CTA share (cooperative), or 128, 160, 176 or 192, with ping-pong."""
 
     stages: int
     raster: int
@@ -42,7 +43,7 @@ class CudaConfig:
 
     @property
     def turns(self) -> bool:
-        """Two sets of 64 x 256 sums do not fit into a consumer's registers."""
+        """Ping-pong. Two sets of 64 x 256 accumulators do not fit into a consumer's registers."""
         return self.block_n < 256
 
 
@@ -69,7 +70,7 @@ class BiasConfig:
 
 
 def pick_backend(backend: str) -> str:
-    """The version of a product: "triton", "cuda" or, for "auto", "where it can": CUDA C++ where it can run, else
+    """The version of a GEMM: "triton", "cuda" or, for "auto", "where it can": CUDA C++ where it can run, else
     Triton. Pure.
 
     In explorations on one H200 (EXPERIMENTS.md) CUDA C++ took less time than Triton in the forward and, with groups of
@@ -82,7 +83,7 @@ def pick_backend(backend: str) -> str:
 
 def pick_block_m(rows: int, groups: int, dtype: torch.dtype, capability: tuple[int, int]) -> int:
     """Rows of a tile of the output and of x's gradient: 128, in fp32 64, less where a group has fewer rows on average,
-    since a tile holds rows of one group alone. Pure. By what a tile costs; not measured yet."""
+    since a tile has rows of only one group. Pure. By the cost of a tile; not measured yet."""
     most = 64 if dtype == torch.float32 else 128
     return max(MIN_BLOCK_M, min(most, triton.next_power_of_2(max(1, rows // max(1, groups)))))
 
@@ -90,13 +91,13 @@ def pick_block_m(rows: int, groups: int, dtype: torch.dtype, capability: tuple[i
 def pick_rows_config(
     cols: int, depth: int, block_m: int, aligned: bool, dtype: torch.dtype, capability: tuple[int, int]
 ) -> RowsConfig:
-    """Configuration of the product that gives rows: the forward, and x's gradient. Pure.
+    """Configuration of the GEMM of the forward and of x's gradient. Pure.
 
-    Two warpgroups with 64 rows of 256 columns each on Hopper: a step of 128 x 256 x 64 reads 48 KiB for 4.2 MFLOP,
+    Two warpgroups with 64 rows of 256 columns each on Hopper: a K-block of 128 x 256 x 64 reads 48 KiB for 4.2 MFLOP,
     where two of 128 x 128 read 64 KiB. Where 256 columns would waste more of the last column of tiles than 128 do, two
-    CTAs of 128 x 128 share an SM, and the epilogue of one is overlapped with the main loop of the other. Unless rows
-    are `aligned`, elements are loaded one by one, through registers, of which larger tiles have not enough. By these
-    sums; not measured yet.
+    CTAs of 128 x 128 share an SM, and the epilogue of one overlaps the main loop of the other. Unless rows are
+    `aligned`, elements are loaded one by one, through registers, of which larger tiles have not enough. By this
+    arithmetic; not measured yet.
     """
     if not aligned or dtype == torch.float32:
         block_k = 32 if aligned else 16
@@ -123,14 +124,14 @@ def pick_weights_config(
 
 
 def pick_cuda_rows_config(cols: int, depth: int) -> CudaConfig:
-    """Configuration of products.cu for the forward and x's gradient, sums of `depth` terms. Pure. The ring takes what
-    shared memory there is.
+    """Configuration of products.cu for the forward and x's gradient, with K = `depth`. Pure. As many pipeline stages as
+    fit into shared memory.
 
-    Measured on one NVIDIA H200 (reports/h200/tune/grouped_gemm.json): with sums of 1408 and 2048 terms tiles in turns
-    take 5 to 8 % less time than tiles of 256 columns, which store while no product runs, and with 4096 terms 0 to 4 %
-    more. The width is the one with the fewest columns of tiles beyond the last, each tile counting as 16 more. Pairs of
-    row tiles are faster than CTAs by themselves, also where groups are uneven; where groups have one row tile each, so
-    that no pair shares, it was not measured.
+    Measured on one NVIDIA H200 (reports/h200/tune/grouped_gemm.json): with K of 1408 and 2048 ping-pong takes 5 to 8 %
+    less time than tiles of 256 columns, whose stores overlap no wgmma, and with K = 4096 0 to 4 % more. The width is
+    the one that pads to the fewest columns, where each tile counts as 16 columns more. Pairs of row tiles are faster
+    than no clusters, also where groups are uneven; where groups have one row tile each, so that no pair shares, it was
+    not measured.
     """
     if depth > MOST_TERMS_IN_TURNS:
         return CudaConfig(cuda_stages(256), raster=8, cluster=2)
@@ -139,24 +140,24 @@ def pick_cuda_rows_config(cols: int, depth: int) -> CudaConfig:
 
 
 def cuda_stages(block_n: int) -> int:
-    """Steps of products.cu's ring, as many as fit. Pure."""
+    """Pipeline stages of products.cu, as many as fit. Pure."""
     return SHARED // cuda_step_bytes(block_n)
 
 
 def cuda_step_bytes(block_n: int) -> int:
-    """Shared memory of a step of products.cu's ring and its two barriers; b, where it is contiguous along its columns,
-    in panels of 64 of them."""
+    """Shared memory of a pipeline stage of products.cu and its two barriers; b, where it is N-major, is in panels of 64
+    columns."""
     return (128 + triton.cdiv(block_n, 64) * 64) * 64 * 2 + 16
 
 
 def pick_cuda_weights_config(groups: int, rows: int, height: int, width: int) -> CudaConfig:
     """Configuration of products.cu for the weights' gradient of `groups` matrices with `height` contiguous rows of
-    `width` numbers, sums over `rows` rows in all. Pure.
+    `width` elements, sums over `rows` rows in all. Pure.
 
-    Measured on one H200: CTAs by themselves take 2 to 6 % longer than pairs with 16 and 32 tiles below each other, and
-    2 to 7 % less time with 11, of which pairs make 12. Consumers that take turns are 6 to 9 % faster with sums of 1024
-    terms on average and 4096 columns, of which tiles of 192 make 4224, and 6 to 9 % slower with 512 and 256 terms
-    in tiles with 3 and 9 % more columns than there are (EXPERIMENTS.md). What of both counts was not measured.
+    Measured on one H200: without clusters 2 to 6 % slower than pairs with 16 and 32 vertically adjacent tiles, and 2 to
+    7 % faster with 11, which pairs pad to 12. Ping-pong is 6 to 9 % faster with K of 1024 on average and 4096 columns,
+    which tiles of 192 pad to 4224, and 6 to 9 % slower with K of 512 and 256 in tiles that pad the columns by 3 and 9 %
+    (EXPERIMENTS.md). Which of the two matters was not measured.
     """
     tiles = triton.cdiv(height, 128)
     cluster = 2 if tiles + tiles % 2 <= 1.04 * tiles else 1

@@ -1,6 +1,6 @@
-"""grouped_gemm: the products in Triton.
+"""grouped_gemm: the GEMMs in Triton.
 
-Napkin maths, bf16, T rows of K, weights [G, N, K], one NVIDIA H200 at 790 TFLOP/s and 4254 GB/s:
+Estimate, bf16, T rows of K, weights [G, N, K], one NVIDIA H200 at 790 TFLOP/s and 4254 GB/s:
   forward    y = x · wᵀ, a group's rows with its weight     2·T·N·K FLOPs    bytes 2·(T·K + G·N·K + T·N)
   dx         the same product with weights [G, K, N]        2·T·N·K FLOPs    the same bytes
   dweights   dyᵀ · x over the rows of each group            2·T·N·K FLOPs    the same bytes
@@ -8,8 +8,8 @@ Napkin maths, bf16, T rows of K, weights [G, N, K], one NVIDIA H200 at 790 TFLOP
   8 groups, 8192 rows, 4096 x 4096               275 GFLOP    348 us    403 MB     95 us
   64 groups, 32768 rows, 1408 x 2048             189 GFLOP    239 us    596 MB    140 us
   128 groups, 32768 rows, 1408 x 2048            189 GFLOP    239 us    965 MB    227 us
-So the tensor cores bind, as long as each operand crosses the bus about once. The padding of the last row tile of each
-group is work as well: on average half a tile of 128 rows, which is 12 % at 64 groups of 512 rows each.
+So the tensor cores are the bound, as long as each operand is read from memory about once. The padding of the last
+row tile of each group is work as well: on average half a tile of 128 rows, which is 12 % at 64 groups of 512 rows each.
 """
 
 from __future__ import annotations

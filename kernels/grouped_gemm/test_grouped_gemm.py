@@ -299,7 +299,7 @@ def test_configs_fit_into_shared_memory(capability: tuple[int, int], dtype: torc
 
 @pytest.mark.parametrize(("backend", "calls"), [("triton", 0), ("cuda", 1), ("auto", 1)])
 def test_which_version_the_gradient_of_the_weights_takes(backend: str, calls: int) -> None:
-    """CUDA C++ where it takes the operands, but not where Triton was asked for."""
+    """CUDA C++ where it supports the operands, but not where Triton was asked for."""
     dy, x, weights = torch.zeros(40, 24), torch.zeros(40, 16), torch.zeros(2, 24, 16)
     cuda = mock.patch.object(plans.products, "weights_launch")
     with cuda as launched, mock.patch.object(plans.products, "weights_unsupported_reason", return_value=None):

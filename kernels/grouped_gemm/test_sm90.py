@@ -1,4 +1,4 @@
-"""The version for Hopper (sm90/): which problems it takes, that it compiles, and on a GPU that it is right."""
+"""The version for Hopper (sm90/): which problems it supports, that it compiles, and on a GPU that it is right."""
 
 from __future__ import annotations
 
@@ -146,13 +146,13 @@ def test_the_ring_fits_into_shared_memory() -> None:
 
 @pytest.mark.parametrize(("height", "cluster"), [(4096, 2), (2048, 2), (1408, 1), (128, 1), (8, 1), (25 * 128, 2)])
 def test_which_tiles_of_a_gradient_share_what_they_read(height: int, cluster: int) -> None:
-    """Pairs, unless one of an odd number of tiles below each other adds more than it saves."""
+    """Pairs, unless padding an odd number of vertically adjacent tiles adds more than they save."""
     config = configs.pick_cuda_weights_config(8, 800, height, 256)
     assert config.cluster == cluster and config in SHARED
 
 
 def test_which_gradients_are_computed_in_turns() -> None:
-    """Long sums, and columns of which tiles of 192 leave few unused."""
+    """Large K, and columns that tiles of 192 pad little."""
     pick = configs.pick_cuda_weights_config
     assert pick(8, 8192, 4096, 4096) == configs.CudaConfig(5, 4, 2, 192) in TURNS
     assert pick(8, 8192, 4096, 384).turns and pick(1, 1024, 2048, 2304).turns
@@ -165,7 +165,7 @@ def test_which_gradients_are_computed_in_turns() -> None:
     [(4096, 4096, 256), (1408, 3080, 256), (1408, 2048, 176), (2048, 1408, 160), (128, 512, 128), (8, 8, 128)],
 )
 def test_which_tiles_rows_have(cols: int, depth: int, width: int) -> None:
-    """In turns where sums are short, of a width that leaves few columns unused; in pairs in any case."""
+    """Ping-pong where K is small, with a width that pads few columns; pairs in any case."""
     config = configs.pick_cuda_rows_config(cols, depth)
     assert config == configs.CudaConfig(configs.cuda_stages(width), 8 if width == 256 else 2, 2, width)
     assert dataclasses.replace(config, raster=4) in TURNS if config.turns else config in SHARED
@@ -199,7 +199,7 @@ def test_stress_repeats_pairs_of_one_group_and_of_two(monkeypatch, mode: str) ->
 
 
 def put_in_place(monkeypatch, pick: str, config: configs.CudaConfig) -> list[configs.CudaConfig]:
-    """This configuration instead of the picked one. What it returns has an entry for each plan that took it."""
+    """This configuration instead of the picked one. What it returns has an entry for each plan that used it."""
     taken: list[configs.CudaConfig] = []
 
     def picked(*_) -> configs.CudaConfig:
@@ -292,7 +292,7 @@ def test_every_gradient_of_weights(
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_many_rounds_of_the_gradient_of_weights(compiler, monkeypatch, config: configs.CudaConfig) -> None:
-    """More tiles than CTAs by far, most of them of fewer steps than the ring has."""
+    """Many more tiles than CTAs, most of them with fewer K-blocks than pipeline stages."""
     taken = put_in_place(monkeypatch, "pick_cuda_weights_config", config)
     ours, want = gradient_of_weights([group * 37 % 150 for group in range(40)], 5, 1160, 2056)
     assert taken == [config]
@@ -358,7 +358,7 @@ def test_rows_of_each_width(
     compiler, monkeypatch, sizes: str, n: int, k: int, transposed: bool, dtype: torch.dtype
 ) -> None:
     """One tile a CTA and several rounds, of even and odd numbers. Repeats agree bit for bit, and so do all widths: each
-    sum has one order. Rows behind the last offset are zeros, whatever x has there."""
+    sum has one order. Rows past the last offset are zeros, whatever x has there."""
     ends = list(itertools.accumulate(ROWS[sizes]))
     rows = ends[-1] + 77
     x, dy = (torch.randn(rows, size, device="cuda", dtype=dtype) for size in (k, n))
@@ -380,7 +380,7 @@ def test_rows_of_each_width(
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_more_tiles_than_sms(compiler) -> None:
-    """Every CTA goes through several rounds, of sums of different lengths in the weights' gradient."""
+    """Every CTA computes several tiles, with different K in the weights' gradient."""
     sizes = [1500, 3, 0, 700, 64, 65, 1, 2000, 129, 300]
     ends = list(itertools.accumulate(sizes))
     x = torch.randn(ends[-1] + 77, 512, device="cuda").bfloat16()

@@ -1,4 +1,4 @@
-"""sm90/tiles.cuh, compiled for the host: which tile each CTA takes, and which clusters share b."""
+"""sm90/tiles.cuh, compiled for the host: which tile each CTA computes, and which clusters share b."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ SIZES = {
 @pytest.mark.parametrize(("cluster", "raster"), [(1, 8), (2, 8), (2, 3), (2, 1)])
 @pytest.mark.parametrize(("cols", "clusters"), [(8, 1), (264, 3), (1408, 5), (1408, 66)])
 def test_row_tiles(sizes: str, behind: int, cluster: int, raster: int, cols: int, clusters: int) -> None:
-    """Every row of every column of tiles once, none padded. CTAs of a cluster do as many steps, and share b where their
-    tiles are of one group, or the last has none below it."""
+    """Every row of every column of tiles once, none padded. CTAs of a cluster process as many K-blocks, and share b
+    where their tiles are of one group, or the second is out of bounds."""
     own, depth = SIZES[sizes], 200
     rows, height = sum(own) + behind, products.BLOCK_M
     ctas = taken(own, behind, rows, cols, depth, cluster * clusters, 0, cluster, raster)
@@ -152,7 +152,7 @@ def test_row_tiles(sizes: str, behind: int, cluster: int, raster: int, cols: int
     ("height", "cols", "clusters"), [(8, 8, 1), (264, 136, 3), (1408, 512, 5), (1408, 264, 66), (4096, 8, 7)]
 )
 def test_tiles_of_a_gradient(sizes: str, cluster: int, raster: int, height: int, cols: int, clusters: int) -> None:
-    """Every tile of every group once; CTAs of a cluster have the same sum and columns."""
+    """Every tile of every group once; CTAs of a cluster have the same K and columns."""
     own = SIZES[sizes]
     ctas = taken(own, 77, height, cols, 0, cluster * clusters, 1, cluster, raster)
     ends = [0, *itertools.accumulate(own)]

@@ -13,15 +13,15 @@ import triton
 
 MIB = 1 << 20
 MIN_SLICE = 16
-# Vocabulary entries of a product: enough tiles to fill the GPU; larger slices gained nothing (EXPERIMENTS.md).
+# Vocabulary entries of a GEMM: enough tiles to fill the GPU; larger slices gained nothing (EXPERIMENTS.md).
 SLICE = 2048
 MIN_SPARE = 512
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows `start` to `stop` - 1. Their logits use the memory of the weight's gradient or, if `spare`, a scratch. They
-    are computed twice unless they are `kept` until the weight's gradient is computed."""
+    """Rows `start` to `stop` - 1. Their logits use the memory of the weight's gradient or, if `spare`, a workspace.
+    They are computed twice unless they are `kept` until the weight's gradient is computed."""
 
     start: int
     stop: int
@@ -39,9 +39,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Config:
-    """Rows are processed in chunks of `chunk`, all logits of which are in memory; a product computes `slice` vocabulary
-    entries of them. in_gradient: logits use the memory of the weight's gradient, else a scratch. With in_gradient,
-    `spare` more rows have a scratch of their own, and are not computed twice. `unit`: chunks begin at multiples of
+    """Rows are processed in chunks of `chunk`, all logits of which are in memory; a GEMM computes `slice` vocabulary
+    entries of them. in_gradient: logits use the memory of the weight's gradient, else a workspace. With in_gradient,
+    `spare` more rows have a workspace of their own, and are not computed twice. `unit`: chunks begin at multiples of
     it."""
 
     chunk: int
@@ -73,9 +73,9 @@ def pick_config(
 
     By default that is 640 MiB less the size of the gradients, a sixteenth of that size or, if the weight needs a
     gradient, the logits of 1024 entries of all rows, whichever is most: where memory is scarce the peak is mostly the
-    result plus 6 %, elsewhere nothing is computed twice. If all logits fit, they have
-    a scratch. Else, if the weight needs no gradient (`weight_too`), rows go in chunks whose logits fit. Else chunks
-    have as many rows as H, in the memory of the weight's gradient, and what is left of the scratch holds `spare` rows.
+    result plus 6 %, elsewhere nothing is computed twice. If all logits fit, they are in the workspace. Else, without
+    `weight_too` (the weight needs no gradient), rows are processed in chunks whose logits fit. Else chunks have as many
+    rows as H, in the memory of the weight's gradient, and what is left of the workspace holds `spare` rows.
     """
     size, columns = dtype.itemsize, _up(rows, 64)
     if scratch_bytes is None:
@@ -127,8 +127,8 @@ class StatsConfig:
 
 @dataclass(frozen=True)
 class LogitsConfig:
-    """Of logits.cu: columns of a tile (160 or 192), steps of the ring, rows of tiles that follow each other, CTAs
-    below each other that share what they read of weight (1 or 2)."""
+    """Of logits.cu: columns of a tile (160 or 192), pipeline stages, height of a group in the grouped tile order
+    (`raster`, in clusters), and CTAs of a cluster, whose tiles are vertically adjacent and share weight (1 or 2)."""
 
     block_n: int
     stages: int
@@ -156,12 +156,12 @@ def pick_backend(backend: str) -> str:
 def pick_logits_config(rows: int, more: bool) -> LogitsConfig:
     """Configuration of logits.cu; `more`: its epilogue has a softcap, label smoothing or a z-loss. Pure.
 
-    - 192 columns: the most sums that a thread has registers for. With more of an epilogue some spill: 160.
+    - 192 columns: the most accumulators that a thread has registers for. With `more` in the epilogue some spill: 160.
     - Two CTAs share weight's columns where there are rows for both.
-    - 4096 rows follow each other, 32 MB of hidden with H = 4096, which stay in L2 while weight is read once for them.
-    - As many steps as there is room for.
+    - A group of the tile order has 4096 rows, 32 MB of hidden with H = 4096. They stay in L2 while weight is read once.
+    - As many pipeline stages as shared memory has room for.
 
-    Reckoned (logits.cu), not measured.
+    Estimated (logits.cu), not measured.
     """
     cluster = 1 if rows <= 128 else 2
     block_n, stages = (160, 6) if more else (192, 5)

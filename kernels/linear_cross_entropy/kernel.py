@@ -4,12 +4,12 @@ Logits are stored transposed, zᵀ[V, N]: a row of it belongs to one vocabulary 
 slice of the vocabulary is contiguous, an odd vocabulary (50257) misaligns nothing, and zᵀ of N <= H rows fits the
 memory of the weight's gradient [V, H], row by row.
 
-Napkin maths, bf16, n = V·N logits, one NVIDIA H200 that copies 4254 GB/s, 8192 rows of a vocabulary of 128256:
+Estimate, bf16, n = V·N logits, one NVIDIA H200 that copies 4254 GB/s, 8192 rows of a vocabulary of 128256:
   stats     reads z               2·n bytes   2.1 GB, 0.49 ms
   grad      reads z, writes g     4·n bytes   4.2 GB, 0.99 ms
   move      reads g, writes g     4·n bytes   4.2 GB, 0.99 ms
   scale     reads dW, writes dW, unless its factor is 1
-beside 12.3 ms for each product of 8.6 TFLOP at 700 TFLOP/s.
+compared with 12.3 ms for each GEMM of 8.6 TFLOP at 700 TFLOP/s.
 
 Two fp32 buffers connect the kernels, with offsets (`x_at`) that the plan fixes:
   stats  of a chunk of rows: partial maxima and partial sums of exponentials, [parts, rows] each; with label smoothing

@@ -3,21 +3,21 @@ All of that is fixed by the key of a call; a call only allocates and launches.
 
 The logits zᵀ are needed twice: for the sum of exponentials of a row, then to be replaced by their gradient. The
 gradient is needed twice too: summed over the vocabulary for hidden's, over rows for weight's. For N rows these are V·N
-numbers, more than memory should hold. So there are two passes:
+elements, more than memory should hold. So there are two passes:
 
   1  For each chunk of at most H rows: the logits zᵀ [V, H] are computed *in the memory of the weight's gradient*, also
-     [V, H] and not written yet, and replaced by their gradient. One product over the whole vocabulary gives hidden's
+     [V, H] and not written yet, and replaced by their gradient. One GEMM over the whole vocabulary gives hidden's
      gradient.
   2  The gradient of the last chunk is still there. For each slice of the vocabulary: the logits of the other chunks are
-     computed again into a scratch [slice, N] and replaced by their gradient, that of the last chunk is copied there,
-     and the product with hidden, over all rows, overwrites this slice of the weight's gradient.
+     computed again into a workspace [slice, N] and replaced by their gradient, that of the last chunk is copied there,
+     and the GEMM with hidden, over all rows, overwrites this slice of the weight's gradient.
 
 Of N rows, the logits of N - H are computed twice (of fewer, if there is memory for a spare chunk). Each gradient is the
-result of one product with fp32 accumulation. Repeated products have the same shape, so that cuBLAS computes the same
-numbers: else a softmax of 1 might become e to the difference of two roundings.
+result of one GEMM with fp32 accumulation. Repeated GEMMs have the same shape, so that cuBLAS computes the same
+values: else a softmax of 1 might become e to the difference of two roundings.
 
-On Hopper logits.cu computes the logits: what a row sums over them in the same launch, and the loss alone needs nothing
-else; in pass 2 their gradient. Its numbers do not depend on the shape.
+On Hopper logits.cu computes the logits. In pass 1 its epilogue also computes their statistics, and the loss alone needs
+nothing else; in pass 2 it computes their gradient. Its results do not depend on the shape.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def test_a_retained_graph_gives_the_same_again_and_what_was_handed_out_stays(red
 
 
 def test_products_are_only_those_that_are_needed(monkeypatch):
-    """In units of one product over all rows: rows are twice as many as dim, so half of the logits come twice."""
+    """In units of one GEMM over all rows: rows are twice as many as dim, so half of the logits come twice."""
     flops = []
     product = torch.mm
 

@@ -1,4 +1,4 @@
-"""The logits for Hopper (sm90/): which problems they take, that they compile, and on a GPU that they are right."""
+"""The logits for Hopper (sm90/): which problems are supported, that it compiles, and on a GPU that they are right."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[OnTheCPU]]:
 def test_what_the_plans_ask_for(
     emulated, options: str, scratch: int | None, epilogues: set[int], biased: bool, index: torch.dtype
 ) -> None:
-    """Addresses, strides, offsets and numbers of every launch: chunks, slices, kept and computed again."""
+    """Addresses, strides, offsets and scalars of every launch: chunks, slices, kept and recomputed."""
     generator = torch.Generator().manual_seed(3)
     room = torch.randn(200, 72, generator=generator).half()
     hidden, weight = room[:, :64], torch.randn(410, 64, generator=generator).mul(0.25).half()
@@ -298,7 +298,7 @@ def test_options(compiler, scratch: int | None, options: str, biased: bool, inde
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("scratch", [None, 0])
 def test_many_rounds(compiler, scratch: int | None) -> None:
-    """More tiles than CTAs by far, of fewer steps than the ring has, of as many, and of more."""
+    """More tiles than CTAs by far, with fewer K-blocks than pipeline stages, as many, and more."""
     for dim in (64, 320, 448):
         hidden, weight, target, _ = problem(3000, dim, 8200)
         agrees(hidden, weight, target, scratch_bytes=scratch)
@@ -323,7 +323,7 @@ def test_layouts(compiler) -> None:
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("scratch", [None, 0])
 def test_a_certain_row_has_no_loss_and_no_gradient(compiler, scratch: int | None) -> None:
-    """Logits that are computed again are those whose sum was taken before: 1 - 1 is 0."""
+    """Recomputed logits are those from which the lse was computed: 1 - 1 is 0."""
     hidden, weight, _, _ = problem(700, 128, 1030)
     hidden *= 50
     target = (hidden @ weight.t()).float().argmax(1)
@@ -366,7 +366,7 @@ def test_repeats_agree_bit_for_bit(compiler, scratch: int | None) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_the_loss_alone_has_no_logits_in_memory(compiler) -> None:
-    """Two numbers a row and tile."""
+    """Two values per row and tile."""
     hidden, weight, target, _ = problem(2048, 512, 32000)
     linear_cross_entropy(hidden, weight, target, backend="cuda")
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The forward of heads in CUDA C++ (heads.cuh): which operands it takes, and its launches."""
+"""The forward of heads in CUDA C++ (heads.cuh): which operands it supports, and its launches."""
 
 from __future__ import annotations
 
@@ -96,5 +96,5 @@ def tail_of(hidden: int) -> int:
 
 
 def shared_bytes(config: CudaConfig) -> int:
-    """Of a CTA: the ring of w1, the slots of w2, and their barriers."""
+    """Of a CTA: the pipeline stages of w1 and of w2, and their barriers."""
     return config.stages * (BLOCK * BLOCK_K * 2 + 16) + W2_BYTES + 4 * 16

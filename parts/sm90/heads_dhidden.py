@@ -37,7 +37,7 @@ def launch(
     added: int,
 ) -> Callable[..., None]:
     """For the `rows` rows of x from `start` on, and of dy from its first on, given (dy, x, w1, w2, dpre, dw2) like
-    these: writes dpre [rows, K, pitch], unless None, with zeros behind each head's columns, and the parts of dw2,
+    these: writes dpre [rows, K, pitch], unless None, with zeros after each head's columns, and the parts of dw2,
     [parts, K, O, H] in fp32, unless None, adding to the first `added` of them. A part that is the only one may have the
     dtype of x instead. dy has that dtype; `heads.unsupported_reason` is None."""
     (heads, hidden, dim), dim_out, (_, sms) = w1.shape, w2.shape[1], device_of(x)
@@ -77,6 +77,6 @@ def launch(
 
 
 def shared_bytes(config: CudaConfig) -> int:
-    """Of a CTA: the ring of x and the slots of dy, with their barriers, then a tile of dpre at a multiple of 1024."""
+    """Of a CTA: the pipeline stages of x and of dy, with their barriers, then tiles of dpre at a multiple of 1024."""
     ring = config.stages * (BLOCK * BLOCK_K * 2 + 16) + DY_SLOTS * (BLOCK * MAX_OUT * 2 + 16)
     return -(-ring // 1024) * 1024 + BLOCK * BLOCK * 2

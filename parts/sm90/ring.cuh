@@ -1,4 +1,5 @@
-// The place in a ring of STAGES steps, which the kernel defines, and the parity of its barriers there.
+// Position in a circular buffer of STAGES pipeline stages, which the kernel defines: the stage (`slot`) and the parity
+// of its mbarriers.
 #pragma once
 
 #include "types.cuh"

@@ -1,9 +1,9 @@
-// Scales on their way to shared memory, and from there.
+// Copies of scales to shared memory, and loads from there.
 #pragma once
 
 #include "types.cuh"
 
-// Copies one fp32 number, or writes zero and reads nothing.
+// Copies one fp32 value, or writes zero and reads nothing.
 DEVICE void copy_scale(u32 to, const float* from, bool there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
 }

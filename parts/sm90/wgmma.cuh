@@ -1,4 +1,4 @@
-// Fences and groups of wgmma. The wgmma.mma_async instructions are in each kernel, since their shapes differ.
+// Fences and commit groups of wgmma. The wgmma.mma_async instructions are in each kernel, since their shapes differ.
 #pragma once
 
 #include "types.cuh"

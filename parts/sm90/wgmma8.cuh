@@ -1,4 +1,4 @@
-// One wgmma of 64 x N x 32 of fp8, and how its operands lie in shared memory. The launcher defines A_E4M3 and B_E4M3.
+// One wgmma of 64 x N x 32 of fp8, and the matrix descriptor of its operands. The launcher defines A_E4M3 and B_E4M3.
 #pragma once
 
 #include "types.cuh"
@@ -28,8 +28,8 @@
 #define L128 L96 "," L8(96, 97, 98, 99, 100, 101, 102, 103) "," L8(104, 105, 106, 107, 108, 109, 110, 111) ","                \
              L8(112, 113, 114, 115, 116, 117, 118, 119) "," L8(120, 121, 122, 123, 124, 125, 126, 127)
 
-// d (64 x N, fp32) = a b, or with `add` d += a b. Both operands are K-major, as wgmma wants those of 8 bits. I0, I1, I2
-// number the operands behind d.
+// d (64 x N, fp32) = a b, or with `add` d += a b. Both operands are K-major, as wgmma requires of 8-bit types. I0, I1,
+// I2 are the numbers of the asm operands after d.
 #define DEFINE_WGMMA(N, LIST, I0, I1, I2, ...)                                                                        \
     DEVICE void wgmma(float (&d)[N / 2], u64 a, u64 b, int add) {                                                     \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #I2 ", 0;\n"                                                  \
@@ -45,5 +45,5 @@ DEFINE_WGMMA(128, L64, 64, 65, 66, ROW32(0), ROW32(32))
 DEFINE_WGMMA(192, L96, 96, 97, 98, ROW32(0), ROW32(32), ROW32(64))
 DEFINE_WGMMA(256, L128, 128, 129, 130, ROW32(0), ROW32(32), ROW32(64), ROW32(96))
 
-// wgmma's description of an operand with 128-byte swizzle: groups of 8 rows of 128 bytes lie 1024 bytes apart.
+// wgmma's matrix descriptor of an operand with 128-byte swizzle: groups of 8 rows of 128 bytes lie 1024 bytes apart.
 DEVICE u64 describe(u32 address) { return (u64)(1u << 30 | 1024 >> 4) << 32 | (address & 0x3ffff) >> 4; }

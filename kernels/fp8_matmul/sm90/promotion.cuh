@@ -1,18 +1,18 @@
 // A copy of parts/sm90/promotion.cuh, made by `nox -s vendor`: change it there.
-// Products of fp8 whose sums of 128 terms are added in fp32: the scales of a step on their way to shared memory, a
-// consumer's wgmmas of a step, and their promotion. Tiles are BLOCK_M x BLOCK_N: PARTS times 64 rows a consumer
-// warpgroup, one after the other.
+// fp8 GEMMs with promotion: the accumulators of each K-block of 128 are added to sums in fp32. Here are the loads of a
+// K-block's scales to shared memory, a consumer's wgmmas of a K-block, and their promotion. Tiles are BLOCK_M x
+// BLOCK_N: PARTS times 64 rows for each consumer warpgroup, one after the other.
 //
-// The tensor cores must have work while a consumer promotes. Either a consumer has SETS 2 of their sums, so that the
-// next step's wgmmas run meanwhile (tiles of 128 columns: 64 + 2 x 64 registers); or it has one, and the other
-// consumer's run (192 columns: 96 + 96; twice 64 rows of 128 columns: 2 x 64 + 64). With TURNS consumers then take
-// turns: one starts a step when the tensor cores have done PASSES of the four wgmmas of the other's last one. Without,
-// nothing keeps two that started at the same time from promoting at the same time. Of several PARTS each is a step
-// here.
+// The tensor cores must have work while a consumer promotes. Either a consumer has two sets of accumulators (SETS 2),
+// so that the next K-block's wgmmas run meanwhile (tiles of 128 columns: 64 + 2 x 64 registers). Or it has one set, and
+// the other consumer's wgmmas run (192 columns: 96 + 96; twice 64 rows of 128 columns: 2 x 64 + 64). With TURNS
+// consumers then alternate by K-blocks: one starts a K-block when the tensor cores have done PASSES of the four wgmmas
+// of the other's last one. Without TURNS nothing keeps two that started at the same time from promoting at the same
+// time. With several PARTS each of them counts as a K-block here.
 //
 // SCALING 1: no scales here. 2: scales of 1x128 of a and 128x128 of b. 3: scales of 1x128 of both.
-// Defined by the launcher or before: SCALING, BLOCK_M, BLOCK_N, BLOCK_K, CONSUMERS, TURNS, PASSES, and what
-// wgmma8.cuh wants.
+// Defined by the launcher or before: SCALING, BLOCK_M, BLOCK_N, BLOCK_K, CONSUMERS, TURNS, PASSES, and what wgmma8.cuh
+// requires. Here `step` is a K-block or its pipeline stage, a `square` the tile's columns in one 128x128 block of b.
 #pragma once
 
 #include "mbarrier.cuh"
@@ -41,15 +41,15 @@ struct Ring {
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
-// Of each 16 columns a thread has four that are no neighbours. Their scales are, so that one load gets them.
+// Of each 16 columns a thread has four that are not adjacent. Their scales are stored adjacent, so that one load gets
+// them.
 DEVICE int column_place(int column) {
     return (column & ~15) | (column & 6) << 1 | (column & 8) >> 2 | (column & 1);
 }
 
-// A step's scales by 128 producer threads, of which each copies those of every 128th row and, of SCALING 3, of every
-// 128th column; of SCALING 2 some copy a square's. `of_a` and `of_b` are those of the tile's first row, and of the
-// column (SCALING 3) or the square with which it begins; it has `rows` rows and begins at `column` with `columns`
-// columns.
+// Copies of a K-block's scales by 128 producer threads. Each copies those of every 128th row and, with SCALING 3, of
+// every 128th column; with SCALING 2 some copy a square's. `of_a` points to the scales of the tile's first row, `of_b`
+// to those of its first column (SCALING 3) or square. The tile has `rows` rows, and `columns` columns from `column` on.
 struct ScaleLoads {
     const float *a, *b;
     u64 next_row;       // from a
@@ -60,7 +60,7 @@ struct ScaleLoads {
         a = of_a + thread * a_row, b = of_b + own * b_row, next_row = 128 * a_row;
         this->rows = rows - thread, this->columns = columns - (SCALING == 3 ? thread : SQUARE * thread);
     }
-    // Starts the copies of the next block of k. Each thread arrives at `bar` when its own have come.
+    // Issues the copies of the next K-block. Each thread arrives on `bar` when its own copies are complete.
     DEVICE void copy(u32 to, u32 bar, u64 a_block, u64 b_block, u64 b_row) {
         const int thread = threadIdx.x;
         copy_scale(to + 4 * thread, a, rows > 0);
@@ -79,10 +79,10 @@ struct ScaleLoads {
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Consumers start steps alternately: 0, 1, 0, 1, and so on. Each passes its turn once for each step that it has started.
-// Consumer 1 starts its step n after consumer 0 has passed its turn n times, counted from 1, and consumer 0 after
-// consumer 1 has passed it n - 1 times. So consumer 0's first wait must not block: it is for the parity that a new
-// barrier has completed.
+// Consumers start K-blocks alternately: 0, 1, 0, 1, and so on. Each passes its turn once for each K-block that it has
+// started. Consumer 1 starts its K-block n after consumer 0 has passed its turn n times, counted from 1, and consumer 0
+// after consumer 1 has passed it n - 1 times. So consumer 0's first wait must not block: it waits for the parity of the
+// phase before the first, which counts as complete on a new mbarrier.
 struct Turn {
     u32 own, other, phase;
     DEVICE Turn(u32 bars, int consumer) : own(bars + 8 * consumer), other(bars + 8 - 8 * consumer), phase(!consumer) {}
@@ -94,7 +94,7 @@ struct Turn {
     }
 };
 
-// The wgmmas of one step for 64 of a consumer's rows and the first N columns. With TURNS they are two groups.
+// The wgmmas of one K-block for 64 of a consumer's rows and the first N columns. With TURNS they are two commit groups.
 template <int N> DEVICE void multiply(float (&d)[N / 2], u32 step, int consumer, bool add, int part = 0) {
     const u64 a = describe(step + (consumer * ROWS + part * 64) * BLOCK_K), b = describe(step + A_BYTES);
     wgmma_fence();
@@ -111,7 +111,7 @@ DEVICE int row_of(int consumer, int part = 0) {
     return consumer * ROWS + part * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 }
 
-// Of a thread's two rows; of SCALING 2 times b's, by squares.
+// The scales of a thread's two rows; with SCALING 2 multiplied by b's, for each square.
 struct RowScales {
     float high[SCALING == 2 ? SQUARES : 1], low[SCALING == 2 ? SQUARES : 1];
 };
@@ -130,7 +130,7 @@ DEVICE RowScales load_row_scales(u32 scales, int row) {
     return x;
 }
 
-// sums += d, scaled.
+// Promotion: sums += d, scaled.
 DEVICE void promote(float (&sums)[SUMS], const float (&d)[SUMS], const RowScales& rows, u32 scales) {
     const int quad = threadIdx.x % 4;
 #pragma unroll

@@ -1,4 +1,4 @@
-// Words of two 16-bit numbers, and stores and loads of whole vectors of a tile of sums.
+// Words of two 16-bit elements, and 16-byte loads and stores in the layout of the accumulators.
 #pragma once
 
 #include "activation.cuh"
@@ -15,8 +15,8 @@ DEVICE void exchange(u32& kept_low, u32& kept_high, int bit) {
     else kept_high = got;
 }
 
-// Word i of lane q of each four lanes becomes word q of lane i. A thread has two columns of each of four blocks of 8
-// columns; it stores, or loads, all of one block: 16 bytes.
+// Transposes 4 x 4 words of four adjacent lanes: word i of lane q becomes word q of lane i. A thread has two columns of
+// each of four blocks of 8 columns, but loads or stores all of one block: 16 bytes.
 DEVICE void transpose(u32 (&w)[4]) {
     exchange(w[0], w[1], 1);
     exchange(w[2], w[3], 1);

@@ -1,55 +1,56 @@
-// Products of fused_mlp with few terms (at most 512) and an activation in the epilogue, for Hopper (sm_90a): TMA,
-// wgmma, warp specialisation, persistent. narrow.py compiles and launches.
+// GEMMs of fused_mlp with small K (at most 512) and an activation in the epilogue, for Hopper (sm_90a): TMA, wgmma,
+// warp-specialised, persistent. narrow.py compiles and launches them.
 //
 //   EPILOGUE 0  ACT     pre = a b + bias; hidden = act(pre)
 //            1  GATE    pre = a b + bias, gate = a b_more; hidden = act(gate) pre
 //            2  DACT    dh = a b; from it and pre: dpre, hidden
 //            3  DGATE   the same from pre and gate: dpre, dgate, hidden
 //
-// Napkin maths for 128 rows and 128 columns of the result with 512 terms, in cycles of an SM:
+// Back-of-the-envelope estimate for 128 x 128 elements of the result with K = 512, in cycles of an SM:
 //   tensor cores   2 * 128 * 128 * 512 FLOP at 4096 a cycle                                             4096
-//   epilogue       SiLU: ex2 and rcp of 16384 sums at 16 a cycle; some 800 instructions of 8 warps      2048
+//   epilogue       SiLU: ex2 and rcp of 16384 elements at 16 a cycle; some 800 instructions of 8 warps  2048
 //   shared memory  b written once and read by two warpgroups, 384 KiB at 128 bytes a cycle              3072
 //                  64 KiB for each tensor that is stored or loaded                                      512 each
 //   L2             128 KiB of b, by two CTAs: 16 bytes a cycle; 8 for each tensor
-// So the tensor cores bind ACT, if epilogues run beside products and a is not read from shared memory. Shared memory is
-// busy for 3584 cycles, 4096 where pre is stored, and 4608 in DACT. 205 000 rows of 1376 columns are 289 GFLOP, 366 us
-// at 790 TFLOP/s; ACT moves 0.8 GB, with pre 1.3 GB, 390 us where writes come at 3308 GB/s (a fill) and reads at 4167,
-// and DACT 1.9 GB, 530 us, which then bind.
+// So ACT is bound by the tensor cores, if epilogues overlap wgmmas and a is not read from shared memory. Shared memory
+// is busy for 3584 cycles, 4096 where pre is stored, and 4608 in DACT. 205 000 rows of 1376 columns are 289 GFLOP, 366
+// us at 790 TFLOP/s. ACT moves 0.8 GB. With pre it moves 1.3 GB, 390 us where writes reach 3308 GB/s (a fill) and reads
+// 4167, and DACT moves 1.9 GB, 530 us: these are bound by memory.
 //
-// A CTA is a producer warpgroup and two consumer warpgroups, with 64 rows of a each in registers: 128 for 512 terms.
-// Each takes all columns of the result, COLUMNS at a time, in 64 accumulator registers (ping-pong). Named barriers give
-// the turns: one multiplies, 2048 cycles, while the other is in its epilogue, which begins with the wait for its last
-// products and has 1792 of them. The second reads the same steps of b one turn later, so that the ring of b holds a
-// block and what is loaded in advance: STAGES >= STEPS.
+// A CTA is a producer warpgroup and two consumer warpgroups, each with 64 rows of a in registers: 128 registers for K =
+// 512. A consumer computes all columns of the result, a block of COLUMNS at a time, in 64 accumulator registers.
+// Ping-pong, ordered by named barriers: one runs its main loop, 2048 cycles, while the other runs its epilogue, which
+// begins with the wait for its last wgmmas and has 1792 of them. The second consumer reads the same stages of b one
+// main loop later, so that the circular buffer of b holds a block and what is loaded in advance: STAGES >= STEPS.
 //
-// Blocks are numbered along the columns of CLUSTER row tiles below each other, then the next rows. A cluster takes a
-// contiguous range of them: ranges differ by one block at most, and a is loaded once or twice for each row tile.
+// Blocks are numbered along the columns of CLUSTER vertically adjacent row tiles, then along the next ones. A cluster
+// processes a contiguous range of blocks: ranges differ by one block at most, and each row tile of a is loaded once or
+// twice.
 //
-// The result leaves, and pre and gate come, by TMA through a tile in shared memory for each tensor, with 128-byte
-// swizzle; stmatrix and ldmatrix have the layout of the sums. dpre takes the place of pre, dgate that of gate.
+// TMA stores the results and loads pre and gate through one tile per tensor in shared memory, with 128-byte swizzle;
+// stmatrix and ldmatrix have the layout of the accumulators. dpre overwrites the tile of pre, dgate that of gate.
 //
-// The producer warpgroup: warp 0 fills the ring of b, of which each CTA of a cluster loads its share for all, and
-// requests the next rows of a for L2; warp 1 fills that of a with 64 rows of the first consumer, then of the second;
-// warps 2 and 3 load and store the tiles of one consumer each.
+// The producer warpgroup: warp 0 fills the circular buffer of b, of which each CTA of a cluster multicasts its share,
+// and prefetches the next rows of a into L2; warp 1 fills that of a with 64 rows of the first consumer, then of the
+// second; warps 2 and 3 load and store the tiles of one consumer each.
 //
-// The consumers of a forward begin with a copy of w2 to rows with a pitch, where the product that follows needs one.
+// The consumers of a forward first copy w2 to rows with a pitch, where the next GEMM needs that.
 //
-// What lies beyond a tensor is read as zeros and not written, by TMA: rows need no masks. Columns from `cols` to the
-// pitch are written as zeros, because the next product sums over them.
+// TMA reads zeros out of bounds and does not write there: rows need no masks. Columns from `cols` to the pitch are
+// written as zeros, because they are part of the next GEMM's K.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step; empty[s] 8 from each CTA of the cluster,
+// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a stage; empty[s] 8 from each CTA of the cluster,
 // one lane of each consumer warp; a_full[g][s] 1 and the bytes of a panel, for each consumer g, because neither takes
-// part in the other's uses of a slot; a_empty[s] 4; ready[g] 1 and the bytes of loaded tensors: the tiles of consumer g
-// are free, or loaded; staged[g] 4: they are written. Named barriers 1 and 2 are the turns, 3 and 4 a consumer's after
-// it has written its bias. Both consumers go through the same steps in the same order, and STAGES is at least the steps
-// of a block: free of deadlock.
+// part in the other's uses of a stage; a_empty[s] 4; ready[g] 1 and the bytes of loaded tensors: the tiles of consumer
+// g are free, or loaded; staged[g] 4: they are written. Named barriers 1 and 2 order the main loops, 3 and 4
+// synchronise a consumer after it has written its bias. Free of deadlock: both consumers process the same K-blocks in
+// the same order, and a block has at most STAGES of them.
 //
-// narrow_layout.cuh has the places in shared memory and the order of blocks, narrow_epilogue.cuh the epilogues.
+// narrow_layout.cuh has the shared memory layout and the order of blocks, narrow_epilogue.cuh the epilogues.
 //
-// Defined by the launcher: EPILOGUE, ACTIVATION, FP16, STEPS (64 terms each), STAGES, A_STAGES, CLUSTER, COLUMNS (64,
-// or of one weight 128), B_TRANS (b is contiguous along the columns of the result), BIAS, STORES (bit i: tensor i is
-// stored, in the order above), TAIL (columns of the last block, in steps of 32).
+// Defined by the launcher: EPILOGUE, ACTIVATION, FP16, STEPS (K-blocks, of 64), STAGES (pipeline stages of b), A_STAGES
+// (of a), CLUSTER, COLUMNS (64, or 128 of one weight), B_TRANS (b is N-major), BIAS, STORES (bit i: tensor i is stored,
+// in the order above), TAIL (columns of the last block, a multiple of 32). Here `slot` is a pipeline stage.
 
 #include "cluster.cuh"
 #include "heads_ptx.cuh"
@@ -68,7 +69,7 @@ DEVICE void prefetch(const TensorMap* map, int column, int row) {
                  ::"l"(map), "r"(column), "r"(row), "r"(0) : "memory");
 }
 
-// This CTA's share of a step of one weight, for all CTAs of the cluster.
+// Multicasts this CTA's share of a K-block of one weight.
 DEVICE void load_weight(const TensorMap* map, int column, int k, u32 to, u32 bar) {
     if (B_TRANS) {
         constexpr int SHARE = BLOCK_K / CLUSTER;
@@ -118,7 +119,7 @@ DEVICE void produce_a(const Problem& p, const Maps& maps, u32 smem) {
     }
 }
 
-// Loads a consumer's tiles and stores them.
+// Loads and stores a consumer's epilogue tiles.
 DEVICE void carry_tiles(const Problem& p, const Maps& maps, u32 smem, int group) {
     const Range range = range_of(p);
     const u32 ready = smem + READY + 8 * group, tiles = smem + TILE + group * TILES * TILE_BYTES;
@@ -153,16 +154,16 @@ DEVICE void carry_tiles(const Problem& p, const Maps& maps, u32 smem, int group)
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Gives a slot back to the producers of the cluster. The warp has waited for the wgmmas that read it, and nothing else
-// reads it: no fence_reads.
+// Releases a stage of b: arrives on its empty barrier in each CTA of the cluster. The warp has waited for the wgmmas
+// that read it, and nothing else reads it: no fence_reads.
 DEVICE void release(u32 smem, int slot) { arrive_at_all(smem + EMPTY + 8 * slot); }
 
-// A consumer's place in the ring of a. Bit s of `phases` is the parity of its next use of slot s.
+// A consumer's position in the circular buffer of a. Bit s of `phases` is the parity of its next use of stage s.
 struct RowRing {
     u32 bands = 0, phases = 0;
 };
 
-// A warp's 16 rows of a, as wgmma takes them from registers: 4 for each 16 columns.
+// Loads a warp's 16 rows of a in wgmma's layout of register operands: 4 registers for each 16 columns.
 DEVICE void keep_rows(u32 (&a)[16 * STEPS], u32 smem, int group, RowRing& ring) {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
@@ -181,7 +182,7 @@ DEVICE void keep_rows(u32 (&a)[16 * STEPS], u32 smem, int group, RowRing& ring) 
     ring.bands++;
 }
 
-// d = a b of a block, in this warpgroup's turn; `meanwhile` while the last products are made.
+// The main loop of a block, d = a b, in ping-pong order. Calls meanwhile() while the last wgmmas run.
 template <int SUMS, class Meanwhile>
 DEVICE void multiply(float (&d)[SUMS], const u32 (&a)[16 * STEPS], u32 smem, Ring& ring, int group,
                      const Meanwhile& meanwhile) {
@@ -210,7 +211,7 @@ DEVICE void multiply(float (&d)[SUMS], const u32 (&a)[16 * STEPS], u32 smem, Rin
     for (int i = LAST; i > 0; i--) release(smem, ring.before(i));
 }
 
-// One block, whose first column is `column`.
+// Computes one block, whose first column is `column`.
 template <int COLS, bool LAST>
 DEVICE void work(const Problem& p, const u32 (&a)[16 * STEPS], char* shared, u32 smem, Ring& ring, int group,
                  int column, u32 phase) {
@@ -229,9 +230,9 @@ DEVICE void work(const Problem& p, const u32 (&a)[16 * STEPS], char* shared, u32
     if (threadIdx.x % 32 == 0) bar_arrive(smem + STAGED + 8 * group);
 }
 
-// This CTA's share of the copy of a weight to rows with a pitch, which the next product reads. The consumers make it
-// while the first rows and weights are loaded. A warp has some pairs of columns of a row, whose loads are in flight
-// together: 512 rows of 1376 columns are one turn of 1024 of 1056 warps.
+// Copies this CTA's share of a weight to rows with a pitch, which the next GEMM reads. The consumers do it while the
+// first rows and weights are loaded. A warp copies some pairs of columns of a row, whose loads are in flight together:
+// 512 rows of 1376 columns are one iteration of 1024 of 1056 warps.
 DEVICE void copy_weight(const Problem& p) {
     constexpr int EACH = 12, WARPS = 4 * CONSUMERS;  // pairs of a lane
     const int pairs = p.pitch / 2, of_row = (pairs - 1) / (32 * EACH) + 1, warp = threadIdx.x / 32 - 4;

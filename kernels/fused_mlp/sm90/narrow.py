@@ -1,4 +1,4 @@
-"""The products of few terms with an activation, for Hopper in CUDA C++ (narrow.cu): which operands they take, and their
+"""The GEMMs of small K with an activation, for Hopper in CUDA C++ (narrow.cu): which operands they support, and their
 launches."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Optional = torch.Tensor | None
 
 
 def takes(a: torch.Tensor, b: torch.Tensor, b_more: Optional = None) -> bool:
-    """Whether it can multiply a [rows, terms] by b [columns, terms], and by b_more beside it: few terms, rows of a
+    """Whether it supports a [rows, K] times b [columns, K], and at the same time b_more: small K, rows of a
     contiguous, both weights contiguous along the same dimension, all on 16-byte boundaries."""
     alike = b_more is None or (b_more.stride(1) == 1) == (b.stride(1) == 1)
     return 0 < a.shape[1] <= MAX_TERMS and a.stride(1) == 1 and alike and products.takes(a, b, b_more)
@@ -89,8 +89,8 @@ def dhidden_launch(
 
 
 class _Product:
-    """A launch of the kernel: a [rows, terms] times b [columns, terms], of which `cols` columns are wanted, in rows of
-    a pitch. `written` are the epilogue's tensors, in the order of narrow.cu."""
+    """A launch of the kernel: a [rows, K] times b [columns, K], of which `cols` columns are stored, in rows of a
+    pitch. `written` are the epilogue's tensors, in the order of narrow.cu."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class _Product:
 
 
 def tail_of(pitch: int, columns: int) -> int:
-    """Columns of the last block, in steps of 32."""
+    """Columns of the last block, a multiple of 32."""
     return -(-((pitch - 1) % columns + 1) // 32) * 32
 
 

@@ -1,4 +1,4 @@
-// Of narrow.cu: from sums in registers, and tiles of pre and gate in shared memory, to the tiles that are stored.
+// The epilogue of narrow.cu: from the accumulators, and tiles of pre and gate in shared memory, to the stored tiles.
 #pragma once
 
 #include "activation.cuh"
@@ -9,8 +9,8 @@
 DEVICE float low(u32 word) { return widen(word & 0xffff); }
 DEVICE float high(u32 word) { return widen(word >> 16); }
 
-// Two neighbouring columns of a row: words of the epilogue's tensors, from sums x and y of the first weight and, of
-// GATE, gate_x and gate_y of the second. `left` columns are before the last one.
+// Two adjacent columns of a row: words of the epilogue's tensors, from accumulators x and y of the first weight and, of
+// GATE, gate_x and gate_y of the second. `left` columns remain before the end of the row.
 DEVICE void finish_pair(u32 (&w)[3], float x, float y, float gate_x, float gate_y, int left) {
     const bool first = left > 0, second = left > 1;
     if constexpr (EPILOGUE == ACT) {
@@ -33,8 +33,9 @@ DEVICE void finish_pair(u32 (&w)[3], float x, float y, float gate_x, float gate_
     }
 }
 
-// From the sums of COLS columns to the tiles. Their blocks of 8 columns lie in a thread as ldmatrix and stmatrix have
-// them: lane i addresses row i % 16 of block i / 16 of two. LAST: columns may be beyond the last one; `left` are not.
+// From the accumulators of COLS columns to the tiles. Blocks of 8 columns have the register layout of ldmatrix and
+// stmatrix: lane i addresses row i % 16 of block i / 16 of two. LAST: some columns may be out of bounds; `left` are
+// not.
 template <int COLS, bool LAST, int SUMS>
 DEVICE void finish(const float (&d)[SUMS], u32 tiles, const float* bias, int left) {
     const int lane = threadIdx.x % 32, own = lane % 4 * 2, gate = EPILOGUE == GATE ? SUMS / 2 : 0;

@@ -1,4 +1,4 @@
-// Of narrow.cu, which explains them: blocks, what lies where in shared memory, and which blocks a cluster has.
+// Part of narrow.cu, which explains it: the blocks, the shared memory layout, and the blocks of each cluster.
 #pragma once
 
 #include "cluster.cuh"
@@ -14,7 +14,7 @@ constexpr int IN_FLIGHT = 128 / (WEIGHTS * COLUMNS);  // steps that are multipli
 static_assert(IN_FLIGHT == 1 || IN_FLIGHT == 2);
 constexpr int WEIGHT_BYTES = COLUMNS * BLOCK_K * 2, STEP_BYTES = WEIGHTS * WEIGHT_BYTES;
 
-// Tiles: those of tensors that are loaded or stored. Of DACT and DGATE the first are loaded.
+// Epilogue tiles: of the tensors that are loaded or stored. Of DACT and DGATE the first are loaded.
 constexpr int TENSORS = EPILOGUE == ACT || EPILOGUE == DACT ? 2 : 3;
 constexpr int LOADED = EPILOGUE == DACT ? 1 : EPILOGUE == DGATE ? 2 : 0;
 constexpr int TILE_BYTES = ROWS * COLUMNS * 2;
@@ -26,7 +26,7 @@ __device__ constexpr int place_of(int tensor) {
 }
 constexpr int TILES = place_of(TENSORS);  // of a consumer
 
-// Where things lie in shared memory.
+// Shared memory layout.
 constexpr int A_RING = STAGES * STEP_BYTES, TILE = A_RING + A_STAGES * PANEL;
 constexpr int BIASES = TILE + CONSUMERS * TILES * TILE_BYTES;  // fp32, COLUMNS of a consumer
 constexpr int FULL = BIASES + CONSUMERS * COLUMNS * 4, EMPTY = FULL + 8 * STAGES;
@@ -62,7 +62,7 @@ DEVICE Range range_of(const Problem& p) {
     return {(int)(blocks * cluster / clusters), (int)(blocks * (cluster + 1) / clusters), columns};
 }
 
-// The first row of this CTA in a band of row tiles.
+// The first row of this CTA in a band of CLUSTER vertically adjacent row tiles.
 DEVICE int row_of(int band) { return (band * CLUSTER + cluster_rank()) * BLOCK_M; }
 
 struct Ring {
@@ -71,6 +71,6 @@ struct Ring {
     DEVICE void next() {
         if (++slot == STAGES) slot = 0, phase ^= 1;
     }
-    // The slot of `steps` steps before.
+    // The stage of `steps` K-blocks before.
     DEVICE int before(int steps) const { return slot < steps ? slot - steps + STAGES : slot - steps; }
 };

@@ -1,56 +1,58 @@
-// The products of fused_mlp for Hopper (sm_90a): TMA, wgmma, warp specialisation, persistent. products.py compiles and
-// launches.
+// The GEMMs of fused_mlp for Hopper (sm_90a): TMA, wgmma, warp-specialised, persistent. products.py compiles and
+// launches them.
 //
 //   EPILOGUE 0  PLAIN    out = a b + bias                                            y, x's gradient, a weight's gradient
 //            1  ACT      pre = a b + bias; out = act(pre)                            the hidden
 //            2  GATE     pre = a b + bias, gate = a b_more; out = act(gate) pre      the gated hidden
 //            3  DACT     out = act'(pre) of a b, dpre                                from pre
 //            4  DGATE    the same for the gated hidden, from pre and gate
-//            5  PARTS    out[s] = a b over part s of the sum, fp32                   a weight's gradient
+//            5  PARTS    out[s] = a b over split-K partition s, fp32                 a weight's gradient
 //
-// Two schedules. Without TURNS both consumer warpgroups have 64 rows each of one tile of 128 x BLOCK_N, and finish it
-// together. With TURNS (ping-pong) each has tiles of its own, of which it multiplies one while the other consumer is in
-// its epilogue. 128 rows of a tile are then two wgmmas of 64 x BLOCK_N that read the same b, and BLOCK_N fp32
-// accumulators a thread, of 240 registers.
+// Two schedules. Without TURNS (cooperative) both consumer warpgroups compute 64 rows each of one tile of 128 x
+// BLOCK_N, and run its epilogue together. With TURNS (ping-pong) each computes its own tiles, and one runs its main
+// loop while the other runs its epilogue. The 128 rows of a tile are then two wgmmas of 64 x BLOCK_N that read the same
+// b. A thread has BLOCK_N fp32 accumulators, of 240 registers.
 //
-// Napkin maths for one step of 64 of a tile of 128 x BLOCK_N, in cycles of an SM, and for an epilogue:
+// Back-of-the-envelope estimate for one K-block of 64 of a 128 x BLOCK_N tile, in cycles of an SM, and for an epilogue:
 //                                                                         256      192      176      128
 //   tensor cores   4096 FLOP a cycle, dense                              1024      768      704      512
 //   shared memory  a and b written once, b read by two wgmmas, at 128    1024      832      784      640
 //   L2             bytes in each of these cycles, if two CTAs share b       32       34       35       38
-//   epilogue       exponential and reciprocal of each sum, at 16         4096     3072     2816     2048
-// An epilogue of 256 columns is half of a product of 512 terms and a twentieth of 4096. Without TURNS it is overlapped
-// with loads of the next tile, but not with its products. With TURNS only that of a CTA's last tile is exposed. 512 x
-// 11008 are 172 tiles of 256 columns for 132 SMs, 1.3 rounds, and 252 of 176, 1.9 rounds: configs.pick_cuda_config
-// reckons which takes less.
+//   epilogue       exponential and reciprocal of each element, at 16     4096     3072     2816     2048
+// The epilogue of 256 columns takes half as long as a main loop with K = 512 and a twentieth of one with K = 4096.
+// Without TURNS it overlaps the loads of the next tile, but not its wgmmas. With TURNS only the epilogue of a CTA's
+// last tile is exposed. A result of 512 x 11008 has 172 tiles of 256 columns for 132 SMs, 1.3 waves, or 252 of 176
+// columns, 1.9 waves: configs.pick_cuda_config estimates which takes less time.
 //
-// A CTA is one producer warp and two consumer warpgroups. The producer fills a ring of STAGES steps of both operands,
-// in the order of the tiles. A tile of GATE has BLOCK_N / 2 columns of pre and the same of gate, so that a thread has
-// both of a column. Without TURNS, tiles of which at most half the columns are left take wgmmas of half the width.
+// A CTA is one producer warp and two consumer warpgroups. The producer fills a circular buffer of STAGES pipeline
+// stages, one K-block of both operands each, in tile order. A tile of GATE has BLOCK_N / 2 columns of pre and as many
+// of gate, so that a thread has both of a column. Without TURNS, a tile with at most half of its columns in bounds uses
+// wgmmas of half the width.
 //
-// What lies beyond a tensor is read as zeros by TMA, without traffic: any width does. What is beyond the last column of
-// the hidden is written as zero, because the next product sums over it.
+// TMA reads zeros out of bounds, without traffic: the result may have any width. Columns past the last of the hidden
+// are written as zeros, because they are part of the next GEMM's K.
 //
-// CTAs of a cluster have tiles below each other. Each loads its share of their columns of b, for all of them: 48 bytes
-// a cycle are more than L2 delivers to all SMs at once, 32 with two CTAs are not. They go through the same steps.
+// CTAs of a cluster have vertically adjacent tiles. Each loads its share of the tiles' b and multicasts it: 48 bytes a
+// cycle are more than L2 delivers to all SMs at once, 32 with two CTAs are not. They process the same K-blocks.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, empty[s] 4 for each consumer of the tile
-// from each CTA of the cluster, one lane of each warp. The n-th use of a full one waits for parity n & 1, that of an
-// empty one for the opposite, so that the first pass finds every slot empty. No consumer waits for another, and a
-// producer only for consumers, all of which go through the same steps: free of deadlock. In the end CTAs of a cluster
-// wait for each other, so that none writes into one that is gone.
+// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a stage, empty[s] 4 for each consumer of the tile
+// from each CTA of the cluster, one lane of each warp. The n-th use of a full barrier waits for parity n & 1, that of
+// an empty one for the opposite, so that all stages are empty at first. Free of deadlock: no consumer waits for
+// another, and a producer only for consumers, all of which process the same K-blocks. At the end CTAs of a cluster wait
+// for each other, so that none writes to the shared memory of one that has exited.
 //
-// With TURNS consumer 0 takes a CTA's tiles 0, 2, 4 ... and consumer 1 takes 1, 3, 5 ...; each skips the steps of the
-// other in the ring. Parity does not tell use n of a slot from use n - 2, so a consumer looks at full barriers only in
-// its turn, when the other has seen all earlier uses full. When the last wgmma of tile i is issued, its consumer gives
-// the turn to that of tile i + 1, if there is one, by named barrier 1 + consumer: 128 threads arrive, 128 wait. Tile 0
+// With TURNS consumer 0 computes a CTA's tiles 0, 2, 4 ... and consumer 1 tiles 1, 3, 5 ...; each skips the other's
+// stages. Parity does not distinguish use n of a stage from use n - 2. So a consumer waits on full barriers only in its
+// turn, when the other has seen all earlier uses full. A consumer that has issued the last wgmma of tile i passes the
+// turn to that of tile i + 1, if there is one, through named barrier 1 + consumer: 128 threads arrive, 128 wait. Tile 0
 // does not wait. So every arrival has its wait; the next arrival at the same barrier is two tiles later, after that
-// wait; and nothing is pending at the end, for any number of tiles and steps. A consumer that has the turn waits for
-// nothing but full barriers, and slots of earlier tiles are given back without the turn: free of deadlock too.
+// wait; and nothing is pending at the end, for any number of tiles and K-blocks. This too is free of deadlock: the
+// consumer whose turn it is waits only on full barriers, and releasing stages of earlier tiles does not need the turn.
 //
 // Defined by the launcher: EPILOGUE, ACTIVATION, FP16, BLOCK_N (256, with TURNS also 128, 160, 176 or 192), TURNS,
-// STAGES, RASTER, CLUSTER (1 or 2), A_TRANS and B_TRANS (contiguous along the rows, or columns, of the result), TWO (a
-// further sum over a_more and b_more, as long as the first).
+// STAGES, RASTER (height of a group in the grouped tile order, in clusters), CLUSTER (1 or 2), A_TRANS (a is M-major),
+// B_TRANS (b is N-major), TWO (adds a_more b_more, of the same K, to a b). Here `step` is a K-block, `slot` a pipeline
+// stage, `part` a split-K partition, `sums` are accumulators.
 
 #include "cluster.cuh"
 #include "column_bias.cuh"
@@ -94,11 +96,11 @@ struct Tile {
 
 // ---- Tiles --------------------------------------------------------------------------------------------------------
 
-// Rows of tiles are those of a cluster: CLUSTER tiles below each other, of which the last may have no rows.
+// A band is CLUSTER vertically adjacent tiles high, of which the last may have no rows.
 DEVICE int bands_of(const Problem& p) { return (p.rows + CLUSTER * BLOCK_M - 1) / (CLUSTER * BLOCK_M); }
 DEVICE int tiles_of(const Problem& p) { return p.parts * bands_of(p) * ((p.pitch + COLUMNS - 1) / COLUMNS); }
 
-// RASTER tiles of a column, then the next column, so that what they read of b is in L2.
+// Grouped tile order: RASTER bands of a column, then of the next column, so that their loads of b hit L2.
 DEVICE Tile find_tile(const Problem& p, int place) {
     const int tiles_m = bands_of(p), tiles_n = (p.pitch + COLUMNS - 1) / COLUMNS;
     const int part = EPILOGUE == PARTS ? place / (tiles_m * tiles_n) : 0, rest = place - part * (tiles_m * tiles_n);
@@ -118,7 +120,7 @@ struct Maps {
     const TensorMap *a, *b, *a_more, *b_more;
 };
 
-// Starts the loads of one step of a sum, of terms k to k + 63.
+// Issues the loads of one K-block, k to k + 63.
 DEVICE void load_step(const TensorMap* a, const TensorMap* b, const TensorMap* b_more, const Tile& tile, int k, u32 to,
                       u32 bar) {
     bar_expect(bar, STEP_BYTES);
@@ -160,12 +162,12 @@ DEVICE void produce(const Problem& p, const Maps& maps, u32 smem) {
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Gives a slot back to the producers of the cluster. The whole warp has waited for the wgmmas that read it, and nothing
-// else reads a slot: no fence_reads.
+// Releases a stage: arrives on its empty barrier in each CTA of the cluster. The whole warp has waited for the wgmmas
+// that read it, and nothing else reads a stage: no fence_reads.
 DEVICE void release(u32 smem, int slot) { arrive_at_all(smem + EMPTY + 8 * slot); }
 
-// d += a b over `steps` steps, of a consumer's rows from `first` on and the first N columns; `issued` once all of it is
-// under way.
+// The main loop, d += a b over `steps` K-blocks, for a consumer's rows from `first` on and the first N columns. Calls
+// issued() after the last wgmma is issued.
 template <int N, class Issued>
 DEVICE void multiply(float (&d)[HALVES][N / 2], u32 smem, Ring& ring, int steps, int first, const Issued& issued) {
     int before = 0;
@@ -194,7 +196,7 @@ DEVICE void multiply(float (&d)[HALVES][N / 2], u32 smem, Ring& ring, int steps,
     if (steps > 0) release(smem, before);
 }
 
-// Adds the bias to the sums, of GATE to those of pre, before the epilogue needs its registers.
+// Adds the bias to the accumulators, of GATE to those of pre, before the epilogue needs its registers.
 template <int N> DEVICE void add_bias(const Problem& p, const Tile& tile, float (&d)[HALVES][N / 2]) {
     constexpr int WIDTH = EPILOGUE == GATE ? N / 2 : N;
     add_to_columns<WIDTH>(d, [&](int c) {
@@ -203,7 +205,7 @@ template <int N> DEVICE void add_bias(const Problem& p, const Tile& tile, float 
     });
 }
 
-// Two neighbouring columns of a row, on which an epilogue works.
+// Two adjacent columns of a row, which an epilogue processes at a time.
 struct Pair {
     u32 out, pre, gate, dgate;  // pre and gate are read, or written; of DACT and DGATE pre then is dpre
 };
@@ -232,12 +234,13 @@ DEVICE void finish_pair(float x, float y, float gate_x, float gate_y, Pair& pair
     }
 }
 
-// A thread has columns 8 j + 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 of its warp's 16.
+// wgmma's accumulator layout: a thread has columns 8 j + 2 (lane % 4) and the next, of rows lane / 4 and lane / 4 + 8
+// of its warp's 16.
 DEVICE int first_row(const Tile& tile, int first) {
     return tile.row + first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 }
 
-// Writes zeros over what this warp has stored from column `cols` on, so that the epilogue's loop has no mask for them.
+// Overwrites what this warp has stored from column `cols` on with zeros, so that the epilogue's loop needs no mask.
 template <int WIDTH> DEVICE void clear(const Problem& p, const Tile& tile, int first) {
     u16* written[] = {(u16*)p.out, p.dpre, p.dgate, EPILOGUE == GATE || EPILOGUE == ACT ? p.pre : nullptr,
                       EPILOGUE == GATE ? p.gate : nullptr};
@@ -264,9 +267,9 @@ template <int N> DEVICE void finish(const Problem& p, const Tile& tile, float (&
     for (int r = 0; r < 2 * HALVES; r++) {
         const float* sums = d[r / 2] + r % 2 * 2;
         const int this_row = row + r / 2 * HALF + r % 2 * 8;
-        // Of the whole warp, which ptxas must see: else it takes the ring's slot, kept from tile to tile, for one that may
-        // differ between lanes, and moves descriptors to uniform registers before each wgmma. The branch also keeps it
-        // from computing activations so far ahead that they spill.
+        // ptxas must see that the branch is warp-uniform. Otherwise it assumes that the stage index, kept across tiles,
+        // may differ between lanes, and moves descriptors to uniform registers before each wgmma. The branch also keeps
+        // ptxas from computing activations so far ahead that they spill.
         if (__shfl_sync(~0u, this_row, 0) >= p.rows) break;
 #pragma unroll
         for (int c = 0; c < WIDTH; c += 32) {
@@ -293,7 +296,7 @@ template <int N> DEVICE void finish(const Problem& p, const Tile& tile, float (&
     if (EPILOGUE != PLAIN && tile.column + WIDTH > p.cols) clear<WIDTH>(p, tile, first);
 }
 
-// fp32, in rows of any number of elements: 8 columns of a row are a 32-byte sector.
+// Stores a split-K partition in fp32, in rows of any length: 8 columns of a row are a 32-byte sector.
 template <int N>
 DEVICE void store_part(const Problem& p, const Tile& tile, const float (&d)[HALVES][N / 2], int first) {
     const int row = first_row(tile, first);
@@ -305,7 +308,8 @@ DEVICE void store_part(const Problem& p, const Tile& tile, const float (&d)[HALV
     }
 }
 
-// Named barriers of this consumer's turn and of the other's; whether this CTA has a tile before this one, and after it.
+// Ping-pong: the named barriers of this consumer and of the other; whether this CTA has a tile before this one, and
+// after.
 struct Turn {
     int mine, other;
     bool waits, gives;

@@ -1,4 +1,4 @@
-"""The products for Hopper in CUDA C++ (products.cu): which operands they take, and their launches."""
+"""The GEMMs for Hopper in CUDA C++ (products.cu): which operands they support, and their launches."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> C
 
 
 class _Product:
-    """A launch of the kernel: a [rows, terms] times b [columns, terms], of which `rows` by `cols` of the result are
-    wanted, in rows of `pitch` elements."""
+    """A launch of the kernel: a [rows, K] times b [columns, K], of which `rows` by `cols` of the result are stored, in
+    rows of `pitch` elements."""
 
     def __init__(
         self,
@@ -182,11 +182,11 @@ class _Product:
 
 
 def shared_bytes(config: configs.CudaConfig) -> int:
-    """Of a CTA: the ring of both operands, and its barriers."""
+    """Of a CTA: the pipeline stages of both operands, and their barriers."""
     return config.stages * configs.cuda_step_bytes(config.block_n)
 
 
 def matrix_map(t: torch.Tensor, block: int, transposed: bool = False) -> cuda_driver.TensorMap:
-    """Of a matrix in memory order, in boxes of `block` rows by 64 columns."""
+    """The tensor map of a matrix in memory order, in boxes of `block` rows by 64 columns."""
     stored = t.mT if transposed else t
     return tensor_map(stored[None, None], stored.shape[0], block)

@@ -1,4 +1,4 @@
-// How a tile's sums leave: from registers, in vectors of 16 bytes.
+// The epilogue: adds the bias to the accumulators and stores them in vectors of 16 bytes.
 #pragma once
 
 #include "numbers.cuh"
@@ -11,9 +11,11 @@ DEVICE void exchange(u32& kept_low, u32& kept_high, int bit) {
     else kept_high = got;
 }
 
-// A thread has columns 8 j + 2 (lane % 4) and the next, of rows lane / 4 and lane / 4 + 8 of its warp's 16.
+// wgmma's accumulator layout: a thread has columns 8 j + 2 (lane % 4) and the next, of rows lane / 4 and lane / 4 + 8
+// of its warp's 16.
 
-// Each lane loads one of 32 columns: if it loaded all that it adds, these would spill.
+// Each lane loads the bias of one of 32 columns, and lanes exchange them: if it loaded all that it adds, these would
+// spill.
 DEVICE void add_bias(const Problem& a, const Tile& tile, Sums& d) {
     if (WEIGHTS || !a.bias || tile.group < 0) return;
     const int lane = threadIdx.x % 32;
@@ -33,8 +35,8 @@ DEVICE void add_bias(const Problem& a, const Tile& tile, Sums& d) {
     }
 }
 
-// Stores a warpgroup's 64 rows of a tile, from its row `first` on. Four lanes exchange what they have of four blocks of 8
-// columns, so that each stores one block of a row: 16 bytes.
+// Stores a warpgroup's 64 rows of a tile, from the tile's row `first` on. Four lanes exchange their elements of four
+// blocks of 8 columns, so that each stores one block of a row: 16 bytes.
 DEVICE void store_rows(const Problem& a, const Tile& tile, const float (&d)[BLOCK_N / 2], int first) {
     const int lane = threadIdx.x % 32, quad = lane % 4;
     const int row = first + threadIdx.x % 128 / 32 * 16 + lane / 4;

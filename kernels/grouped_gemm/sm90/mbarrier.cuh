@@ -1,5 +1,5 @@
 // A copy of parts/sm90/mbarrier.cuh, made by `nox -s vendor`: change it there.
-// mbarriers in shared memory. A phase completes when all its arrivals and all bytes that it expects have come.
+// mbarriers in shared memory. A phase completes when all its arrivals have been made and all expected bytes are there.
 #pragma once
 
 #include "types.cuh"
@@ -16,9 +16,9 @@ DEVICE void bar_expect(u32 bar, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 
-// The whole warp's reads of shared memory have come into its registers. Without this, ptxas lets an arrival follow a
-// read whose result is not there yet, and whoever sees the arrival, in another CTA or in this one, may have TMA write
-// over what is still to be read: measured, with several processes in turn on one GPU.
+// Waits until the whole warp's reads of shared memory are in registers. Without this, ptxas lets an arrival follow a
+// read that is still in flight, and whoever sees the arrival, in another CTA or in this one, may have TMA overwrite
+// what is still to be read: this was measured, with several processes that shared one GPU.
 DEVICE void fence_reads() {
     asm volatile("fence.acq_rel.cta;" ::: "memory");
     __syncwarp();

@@ -1,49 +1,51 @@
-// Grouped products for Hopper (sm_90a): TMA, wgmma, warp specialisation, persistent. products.py compiles and launches.
+// Grouped GEMMs for Hopper (sm_90a): TMA, wgmma, warp-specialised, persistent. products.py compiles and launches them.
 //
 //   WEIGHTS 0   out[r, n] = sum over k of a[r, k] b[g, n, k], + bias[g, n]    the rows r of each group g
 //   WEIGHTS 1   out[g, m, n] = sum over the rows r of group g of a[r, m] b[r, n]
 //
-// The first is the forward, and with weights read transposed x's gradient; the second the weights' gradient.
+// The first is the forward and, with weights read transposed, x's gradient; the second is the weights' gradient.
 //
-// Napkin maths for 64 terms of a tile of 128 x BLOCK_N, in cycles of an SM, and for its stores:
+// Back-of-the-envelope estimate for one K-block of 64 of a 128 x BLOCK_N tile, in cycles of an SM, and for its stores:
 //                                                                         256   192   176   160   128
 //   tensor cores   4096 FLOP a cycle, dense                              1024   768   704   640   512
 //   shared memory  a and b written once, b read by two wgmmas, at 128    1024   832   784   736   640
 //   L2             bytes in each of these cycles, if two CTAs share b      32    34    35    36    38
-//   stores         of a tile's 16 bits, at 64 bytes a cycle              1024   768   704   640   512
+//   stores         of a tile of 16-bit elements, at 64 bytes a cycle     1024   768   704   640   512
 //
-// A CTA is one producer warp and two consumer warpgroups. The producer fills a ring of STAGES steps of both operands.
-// Without TURNS consumers have 64 rows each of a tile of 128 x 256, whose sums they keep in registers, and finish it
-// together: loads of the next tile go on meanwhile, but no products.
+// A CTA is one producer warp and two consumer warpgroups. The producer fills a circular buffer of STAGES pipeline
+// stages, one K-block of both operands each. Without TURNS (cooperative) each consumer computes 64 rows of a 128 x 256
+// tile, and both run its epilogue together: this overlaps the loads of the next tile, but not its wgmmas.
 //
-// With TURNS a consumer has a whole tile, of at most 192 columns, as two wgmmas of 64 rows that read the same b, and
-// the two take turns: one has the tensor cores for a sum, and stores its tile while the other has them. A consumer
-// passes over the steps of the other's tile. It may wait for its own only when the other has done with its sum: a
-// barrier in shared memory tells no more than whether its current use is odd or even, and of a slot that was passed
-// over it would take an earlier use for its own. Both consumers go through all rounds of their CTA, whose number the
-// device alone knows, and each round passes one turn: of any number of tiles, no more than the last arrival is without
-// a wait.
+// With TURNS (ping-pong) a consumer computes a whole tile, of at most 192 columns, as two wgmmas of 64 rows that read
+// the same b. One consumer runs its main loop while the other stores its tile. A consumer skips the stages of the
+// other's tile. It may wait on its own only when the other has finished its main loop: an mbarrier exposes only the
+// parity of its current phase, and a consumer that skipped uses of a stage would mistake an earlier use for its own.
+// Both consumers go through all rounds of their CTA, whose number only the device knows, and each round passes the turn
+// once: for any number of tiles, at most the last arrival has no wait.
 //
-// The two CTAs of a cluster have tiles below each other, and go through the same steps. Each loads half of the columns
-// of b for both, or in turns, of a b that is contiguous along n, half of the terms: 160 to 192 columns are three
-// panels, which do not halve. Row tiles of all groups follow each other in pairs, so that no group is padded: where the
-// two are of different groups each CTA loads all of its own b.
+// The two CTAs of a cluster have vertically adjacent tiles, and process the same K-blocks. Each loads half of the
+// columns of b for both or, with TURNS and B_TRANSPOSED, half of the K-block: 160 to 192 columns are three panels,
+// which do not halve. Row tiles of all groups are paired one after the other, so that no group is padded: where the two
+// tiles are of different groups, each CTA loads all of its own b.
 //
-// Ragged edges cost what they are, not what a tile is:
-//  - a tile with at most 64 rows leaves the second consumer idle, or with TURNS takes one wgmma in place of two, and
-//    one with at most 128 columns takes wgmmas of 128;
-//  - what lies beyond a tensor is read as zeros by TMA, without traffic;
-//  - rows of the next group that a tile reads only reach sums that are not stored. As a *sum* runs over rows in the
-//    weights' gradient, there they are overwritten by zeros in shared memory, in both operands, for 0 times inf is NaN.
+// Partial tiles cost less than full ones:
+//  - a tile with at most 64 rows leaves the second consumer idle or, with TURNS, takes one wgmma in place of two, and
+//    one with at most 128 columns uses wgmmas of 128;
+//  - TMA reads zeros out of bounds, without traffic;
+//  - rows of the next group that a tile reads only affect accumulators that are not stored. But in the weights'
+//    gradient rows are K. There such rows are overwritten by zeros in shared memory, in both operands, for 0 times inf
+//    is NaN.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, empty[s] 8 from each CTA of the cluster,
-// one lane of each consumer warp. The n-th use of a full one waits for parity n & 1, that of an empty one for the
-// opposite, so that the first pass finds every slot empty. With TURNS one consumer alone gives a slot back. No consumer
-// waits for another but for its turn, which follows the order of the tiles, and producers only for consumers: free of
-// deadlock. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
+// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a stage, empty[s] 8 from each CTA of the cluster,
+// one lane of each consumer warp; with TURNS 4, as only the tile's consumer releases a stage. The n-th use of a full
+// barrier waits for parity n & 1, that of an empty one for the opposite, so that all stages are empty at first. Free of
+// deadlock: a consumer waits for the other only for its turn, which follows the tile order, and producers wait only for
+// consumers. At the end CTAs of a cluster wait for each other, so that none writes to the shared memory of one that has
+// exited.
 //
-// Defined by the launcher: WEIGHTS, FP16, STAGES, RASTER, CLUSTER (1 or 2), TURNS, BLOCK_N (256, with TURNS 128, 160,
-// 176 or 192), B_TRANSPOSED (with WEIGHTS 0: b is contiguous along n).
+// Defined by the launcher: WEIGHTS, FP16, STAGES, RASTER (height of a group in the grouped tile order, in clusters),
+// CLUSTER (1 or 2), TURNS, BLOCK_N (256, with TURNS 128, 160, 176 or 192), B_TRANSPOSED (with WEIGHTS 0: b is N-major).
+// Here `terms` is a tile's K, `step` a K-block, `slot` a pipeline stage, and `Sums` are accumulators.
 
 constexpr int BLOCK_M = 128, BLOCK_K = 64;
 constexpr int CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1);
@@ -84,7 +86,7 @@ struct Ring {
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
-// Starts the loads of b for one step: this CTA's share for both of the cluster, or all for itself.
+// Issues the loads of b for one K-block: this CTA's share, multicast to both of the cluster, or all of it for itself.
 template <bool SHARED> DEVICE void load_b(const TensorMap* map, const Tile& tile, int k, u32 to, u32 bar) {
     constexpr int BOX = B_TRANS ? 64 : BLOCK_N / CLUSTER;                      // columns of a box, and its terms
     constexpr int TERMS = B_TRANS && B_HALVES ? BLOCK_K / CLUSTER : BLOCK_K;
@@ -99,7 +101,7 @@ template <bool SHARED> DEVICE void load_b(const TensorMap* map, const Tile& tile
     }
 }
 
-// Starts the loads of one step of a sum, from term k on.
+// Issues the loads of one K-block, from k on.
 DEVICE void load_step(const TensorMap* a_map, const TensorMap* b_map, const Tile& tile, int k, u32 to, u32 bar) {
     constexpr int A_BOX = A_TRANS ? 64 : BLOCK_M;
     bar_expect(bar, STEP_BYTES);
@@ -126,8 +128,8 @@ DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Overwrites rows `kept` to 63 of a consumer's panels of a and of all panels of b. Two consumers of one tile both write
-// the zeros of b.
+// Zeroes rows `kept` to 63 of a consumer's panels of a and of all panels of b. Two consumers of one tile both write the
+// zeros of b.
 DEVICE void zero_rows(u32 a, u32 b, int kept, int consumer) {
     const int thread = threadIdx.x % 128, vectors = (BLOCK_K - kept) * 8;  // 16 bytes each, of one panel
     for (int p = 0; p < ROWS / 64 + PANELS; p++) {
@@ -139,10 +141,11 @@ DEVICE void zero_rows(u32 a, u32 b, int kept, int consumer) {
     asm volatile("bar.sync %0, 128;" ::"r"(1 + consumer) : "memory");
 }
 
-// Gives a slot back to the producers of the cluster: the warp's wgmmas that read it are complete.
+// Releases a stage: arrives on its empty barrier in each CTA of the cluster. The warp's wgmmas that read it are
+// complete.
 DEVICE void release(u32 smem, int slot) { arrive_at_all(smem + EMPTY + 8 * slot); }
 
-// The consumers' sums follow each other, with TURNS.
+// Ping-pong (TURNS): one consumer at a time runs its main loop.
 DEVICE void await_turn(int consumer) {
     if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(4 + consumer) : "memory");
 }
@@ -150,7 +153,7 @@ DEVICE void pass_turn(int consumer) {
     if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(5 - consumer) : "memory");
 }
 
-// d += a b over all terms of a sum, of a consumer's first 64 HEIGHT rows and the first N columns.
+// The main loop, d += a b over K = `terms`, for a consumer's first 64 HEIGHT rows and the first N columns.
 template <int HEIGHT, int N> DEVICE void multiply(Sums& d, u32 smem, Ring& ring, int terms, int consumer) {
     int before = 0;
 #pragma unroll 1
@@ -181,13 +184,13 @@ template <int HEIGHT, int N> DEVICE void multiply(Sums& d, u32 smem, Ring& ring,
     if (terms > 0) release(smem, before);
 }
 
-// The same of as many columns and rows as a tile has.
+// The same for as many rows as the tile has.
 template <int N> DEVICE void multiply_rows(Sums& d, u32 smem, Ring& ring, const Tile& tile, int consumer) {
     if (ROWS == 64 || tile.rows <= 64) multiply<1, N>(d, smem, ring, tile.terms, consumer);
     else multiply<ROWS / 64, N>(d, smem, ring, tile.terms, consumer);
 }
 
-// A consumer without rows, or without a sum, lets the steps pass.
+// A consumer with nothing to compute waits for each stage and releases it.
 DEVICE void skip(u32 smem, Ring& ring, int terms) {
 #pragma unroll 1
     for (int k = 0; k < terms; k += BLOCK_K, ring.next()) {

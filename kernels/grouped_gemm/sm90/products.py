@@ -1,4 +1,4 @@
-"""The products for Hopper in CUDA C++ (products.cu): which problems they take, and their launches."""
+"""The GEMMs for Hopper in CUDA C++ (products.cu): which problems they support, and their launches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows_unsupported_reason(a: torch.Tensor, b: torch.Tensor, block_m: int, capa
 def weights_unsupported_reason(
     dy: torch.Tensor, x: torch.Tensor, dweights: torch.Tensor, capability: tuple[int, int]
 ) -> str | None:
-    """Why it cannot compute a gradient that lies as `dweights`, or None."""
+    """Why it cannot compute a gradient with the layout of `dweights`, or None."""
     if x.numel() and dy.numel() and (dy.stride(1) != 1 or x.stride(1) != 1):
         return "it wants rows that are contiguous"
     return _unsupported_reason(capability, dy, x, dweights)
@@ -55,13 +55,13 @@ def _unsupported_reason(capability: tuple[int, int], *tensors: torch.Tensor) -> 
 
 
 def _inner_sizes(t: torch.Tensor) -> tuple[int, ...]:
-    """Of a matrix of rows its columns; of weights both dimensions."""
+    """The sizes that must be whole vectors: of a matrix of rows its columns, of weights both dimensions."""
     return (t.shape[1],) if t.dim() == 2 else tuple(t.shape[1:])
 
 
 def rows_launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, config: CudaConfig) -> Callable[..., None]:
-    """Writes out [rows, cols], given (a, b's weights, bias, table, out) like these, which `rows_unsupported_reason`
-    takes."""
+    """Writes out [rows, cols], given (a, b's weights, bias, table, out) like these, for which `rows_unsupported_reason`
+    is None."""
     (rows, depth), (groups, cols, _) = a.shape, b.shape
     transposed = b.stride(2) != 1
     maps = (
@@ -85,7 +85,7 @@ def rows_launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, con
 def weights_launch(
     dy: torch.Tensor, x: torch.Tensor, dweights: torch.Tensor, config: CudaConfig
 ) -> Callable[..., None]:
-    """Writes dweights, given (dy, x, table, dweights) like these, which `weights_unsupported_reason` takes. Where
+    """Writes dweights, given (dy, x, table, dweights) like these, for which `weights_unsupported_reason` is None. Where
     dweights [G, N, K] is contiguous along N, its transpose is computed."""
     swapped = dweights.stride(2) != 1
     a, b, out = (x, dy, dweights.mT) if swapped else (dy, x, dweights)
@@ -140,7 +140,7 @@ def _start(
 
 
 def defines(config: CudaConfig, *, weights: bool, transposed: bool, fp16: bool) -> tuple[str, ...]:
-    """Of products.cu."""
+    """The defines of products.cu."""
     return (
         f"WEIGHTS={int(weights)}",
         f"FP16={int(fp16)}",
@@ -154,5 +154,5 @@ def defines(config: CudaConfig, *, weights: bool, transposed: bool, fp16: bool) 
 
 
 def shared_bytes(config: CudaConfig) -> int:
-    """Of a CTA: the ring of both operands, and its barriers."""
+    """Of a CTA: the pipeline stages of both operands, and their barriers."""
     return config.stages * cuda_step_bytes(config.block_n)

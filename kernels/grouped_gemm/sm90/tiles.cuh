@@ -1,5 +1,5 @@
-// The problem, and which tile a CTA takes in a round. The launcher defines WEIGHTS, RASTER and CLUSTER: see products.cu,
-// which has the blocks.
+// The problem, and the tile scheduler: which tile a CTA computes in each round. The launcher defines WEIGHTS, RASTER
+// and CLUSTER, as products.cu explains; the block sizes are defined there.
 #pragma once
 
 #include "cluster.cuh"
@@ -24,22 +24,23 @@ struct Tile {
 
 DEVICE int clusters() { return gridDim.x / CLUSTER; }
 
-// A cluster has CLUSTER tiles below each other, of which the last may be beyond the end. How many there are below each
-// other, with WEIGHTS of one group, and beside each other:
+// A cluster has CLUSTER vertically adjacent tiles, of which the last may be out of bounds. The number of clusters along
+// M, with WEIGHTS of one group, and along N:
 DEVICE int clusters_below(const Problem& a) {
     return ((WEIGHTS ? (a.rows + BLOCK_M - 1) / BLOCK_M : a.table[0]) + CLUSTER - 1) / CLUSTER;
 }
 DEVICE int clusters_beside(const Problem& a) { return (a.cols + BLOCK_N - 1) / BLOCK_N; }
 DEVICE int places_of(const Problem& a) { return clusters_beside(a) * clusters_below(a) * (WEIGHTS ? a.groups : 1); }
 
-// RASTER tiles of a column, then the next column, so that what they read of b is in L2.
+// Grouped tile order: RASTER tiles (here clusters) of a column, then of the next column, so that their loads of b hit
+// L2.
 DEVICE void raster(int place, int tiles_m, int tiles_n, int& tile_m, int& tile_n) {
     const int band = RASTER * tiles_n, first = place / band * RASTER, height = min(tiles_m - first, RASTER);
     tile_n = place % band / height;
     tile_m = first + place % band % height;
 }
 
-// This CTA's tile. A cluster of row tiles of two groups shares nothing, but goes through as many steps in both CTAs.
+// This CTA's tile. A cluster with row tiles of two groups shares nothing, but both CTAs process as many K-blocks.
 DEVICE Tile find_tile(const Problem& a, int place) {
     const int clusters_m = clusters_below(a), clusters_n = clusters_beside(a);
     const int4* entries = reinterpret_cast<const int4*>(a.table) + 1;
@@ -60,15 +61,16 @@ DEVICE Tile find_tile(const Problem& a, int place) {
         const int first_group = row_tiles[first].x;
         tile.group = entry.x, tile.shares = first_group == row_tiles[last].x;
         tile.row = own > last ? a.rows : entry.y, tile.rows = own > last ? 0 : min(entry.z - entry.y, BLOCK_M);
-        // Rows behind the last offset come last: where the first tile has a sum, a second one of these lets it pass.
+        // Rows past the last offset come last, and have no GEMM. In a cluster whose first tile has one, the CTA of the
+        // second releases each stage unused.
         tile.first = 0, tile.terms = first_group < 0 ? 0 : a.depth;
     }
     tile.column = tile_n * BLOCK_N;
     return tile;
 }
 
-// Of a tile that all threads of a warp know, so that the compiler knows it too: descriptors then live in uniform
-// registers.
+// A tile is the same in all threads of a warp. This makes it warp-uniform for the compiler too, so that descriptors
+// live in uniform registers.
 DEVICE Tile uniform(Tile tile) {
     tile.group = __shfl_sync(~0u, tile.group, 0), tile.row = __shfl_sync(~0u, tile.row, 0);
     tile.column = __shfl_sync(~0u, tile.column, 0), tile.rows = __shfl_sync(~0u, tile.rows, 0);
@@ -76,8 +78,8 @@ DEVICE Tile uniform(Tile tile) {
     return tile;
 }
 
-// The tile that a cluster takes in a round. Sums of the weights' gradient are as long as their groups are large, and
-// sorted by that: there every other round goes through the clusters backwards, which evens them out.
+// The tile that a cluster computes in a round. In the weights' gradient K is the size of a group, and groups are sorted
+// by it. There every other round goes through the clusters backwards, which balances their load.
 DEVICE int place_of(int round) {
     const int own = blockIdx.x / CLUSTER;
     return round * clusters() + (WEIGHTS && round % 2 ? clusters() - 1 - own : own);

@@ -1,5 +1,5 @@
 // A copy of parts/sm90/wgmma.cuh, made by `nox -s vendor`: change it there.
-// Fences and groups of wgmma. The wgmma.mma_async instructions are in each kernel, since their shapes differ.
+// Fences and commit groups of wgmma. The wgmma.mma_async instructions are in each kernel, since their shapes differ.
 #pragma once
 
 #include "types.cuh"

@@ -8,7 +8,7 @@
 #define N88 N80 "," N8(80, 81, 82, 83, 84, 85, 86, 87)
 #define N96 N88 "," N8(88, 89, 90, 91, 92, 93, 94, 95)
 
-// I0 to I3 number the operands behind d.
+// I0 to I3 are the numbers of the asm operands after d.
 #define DEFINE_WGMMA(N, LIST, I0, I1, I2, I3, ...)                                                                    \
     template <int A_ROWS, int B_ROWS> DEVICE void wgmma(float (&d)[N / 2], u64 a, u64 b) {                            \
         asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                                  \

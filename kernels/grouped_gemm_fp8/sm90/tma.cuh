@@ -11,5 +11,5 @@ DEVICE void tma_load(u32 to, const TensorMap* map, int column, int row, int head
                  "[%0], [%1, {%2,%3,%4,%5}], [%6];"
                  ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(bar) : "memory");
 }
-// Between a thread's accesses to shared memory and those of TMA or wgmma, which have a proxy of their own.
+// Proxy fence between a thread's accesses to shared memory (generic proxy) and those of TMA or wgmma (async proxy).
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

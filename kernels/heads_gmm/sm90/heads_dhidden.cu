@@ -1,12 +1,12 @@
 // A copy of parts/sm90/heads_dhidden.cu, made by `nox -s vendor`: change it there.
-// The gradient of the hidden of K feed-forward layers of one input for Hopper (sm_90a), in the epilogue of the product
-// that makes pre:
+// The gradient of the hidden of K feed-forward layers of one input for Hopper (sm_90a), in the epilogue of the GEMM
+// that computes pre:
 //
 //   pre = x · w1[g]ᵀ
 //   dpre[r, g, h] = act'(pre) · Σ_o dy[r, g, o] · w2[g, o, h]              16 bits, [rows, heads, pitch]
 //   dw2[part, g, o, h] (+)= Σ_r dy[r, g, o] · act(pre)                     fp32, or 16 bits where there is one part
 //
-// Napkin maths for 128 rows and 128 columns of the hidden, D = 512, SiLU, in cycles of an SM:
+// Back-of-the-envelope estimate for 128 rows and 128 columns of the hidden, D = 512, SiLU, in cycles of an SM:
 //   tensor cores   2 · 128 · 128 · 512 FLOP at 4096 a cycle                4096, and some 250 for dh and dw2
 //   activation     2 special functions for each of 16384, 16 a cycle       2048, and 1500 to issue
 //   shared memory  128 KiB of x written once and read by two warpgroups    3072
@@ -14,27 +14,29 @@
 //   L2             128 KiB of x, by two CTAs                               16 bytes a cycle
 //   HBM            32 KiB of dpre                                          8 bytes a cycle: 1.7 TB/s by all SMs
 //
-// The loop is the forward's (heads_loop.cuh) with its operands exchanged: 128 rows of w1, columns of the hidden, stay in
-// registers, and x streams by. The sums of a warpgroup are then preᵀ of 64 columns of the hidden and 128 rows of x, and
+// The main loop is the forward's (heads_loop.cuh) with its operands exchanged: 128 rows of w1, columns of the hidden,
+// stay in registers, and x streams. The accumulators of a warpgroup are then preᵀ of 64 columns of the hidden and 128
+// rows of x, and
 //   - act(pre) has the layout of the first operand of mma.sync in act(preᵀ) · dy, whose 8 columns are those of y: dw2
-//     of all rows that pass is in 4 registers, summed in the order of rows, without shuffles;
-//   - w2ᵀ · dyᵀ, an mma of 8 terms, has the layout of the sums; its first operand is 2 registers for all rows;
-//   - dpre is transposed on the way into shared memory, by stmatrix, and leaves by TMA in rows of 128 bytes.
-// Were x kept, dw2 would be a sum across lanes: 192 multiplications and 84 shuffles a thread for each tile.
+//     stays in 4 registers for all rows, accumulated in the order of rows, without shuffles;
+//   - w2ᵀ · dyᵀ, an mma with K = 8, has the layout of the accumulators; its first operand is 2 registers for all rows;
+//   - dpre is transposed by stmatrix as it is written to shared memory, and stored by TMA in rows of 128 bytes.
+// With x in registers dw2 would be a sum across lanes: 192 multiplications and 84 shuffles a thread for each tile.
 //
-// A unit of work is a block of 128 columns of the hidden, CLUSTER of them after each other, and a part of the rows:
-// `tiles` tiles of 128. CTAs are persistent and take every gridDim-th unit; units of the same rows follow each other, so
-// that x comes from L2. Where blocks do not fill the last cluster, its last CTA has a head that is not there: TMA gives
-// it zeros, and stores nothing.
+// A unit of work is CLUSTER consecutive blocks of 128 columns of the hidden and a part of the rows, `tiles` tiles of 128,
+// which is a split-K partition of dw2. CTAs are persistent and process every gridDim-th unit; units of the same rows
+// follow each other, so that x comes from L2. Where blocks do not fill the last cluster, its last CTA has a head that is
+// out of bounds: TMA reads zeros, and stores nothing.
 //
-// Warp 0 of the producer warpgroup fills the ring, warps 1 and 2 copy dy, of any strides, into slots of 128 rows of 8
-// columns. Barriers, beside the ring's: dy_full[s] 64 arrivals, dy_empty[s] 8; named barriers 1 and 2 are the
-// warpgroups' turns, 3 and 4 a warpgroup's before it writes its tile of dpre, which TMA has read, 5 and 6 after.
+// Warp 0 of the producer warpgroup fills the circular buffer. Warps 1 and 2 copy dy, of any strides, into a second one,
+// of 128 rows of 8 columns a stage. Barriers, in addition to those of heads_loop.cuh: dy_full[s] 64 arrivals,
+// dy_empty[s] 8; named barriers 1 and 2 order the warpgroups' main loops; 3 and 4 synchronise a warpgroup before it
+// writes its tile of dpre, which TMA has read, 5 and 6 after.
 #include "heads_loop.cuh"
 
 constexpr int DY_SLOTS = 4, DY_BYTES = BLOCK_M * BLOCK_O * 2, DY_WARPS = 2, DY = BEHIND_RING;
 constexpr int DY_FULL = DY + DY_SLOTS * DY_BYTES, DY_EMPTY = DY_FULL + 8 * DY_SLOTS;
-// A tile of dpre a warpgroup: 128 rows of 64 columns, in TMA's 128-byte swizzle.
+// One tile of dpre per warpgroup: 128 rows of 64 columns, in TMA's 128-byte swizzle.
 constexpr int DPRE = (DY_EMPTY + 8 * DY_SLOTS + 1023) / 1024 * 1024, DPRE_BYTES = BLOCK_M * ROWS * 2;
 
 struct Hidden {
@@ -69,7 +71,7 @@ DEVICE Unit find_unit(const Hidden& p, int index) {
 
 // ---- Producers ----------------------------------------------------------------------------------------------------
 
-// One thread: w1 and x.
+// By one thread: loads w1 and x.
 DEVICE void produce(const Hidden& p, const TensorMap* w1_map, const TensorMap* x_map, u32 smem) {
     const int units = units_of(p);
     Ring<STAGES> ring;
@@ -80,7 +82,7 @@ DEVICE void produce(const Hidden& p, const TensorMap* w1_map, const TensorMap* x
     }
 }
 
-// Two warps: dy, zeros beyond O and the last row.
+// By two warps: copies dy, with zeros past O and the last row.
 DEVICE void produce_dy(const Hidden& p, u32 smem) {
     const int units = units_of(p), thread = threadIdx.x - 32;
     Ring<DY_SLOTS> ring;
@@ -137,15 +139,15 @@ DEVICE void store_dw2(const Hidden& p, const Unit& unit, int column, int out, co
         }
 }
 
-// Zeroes the sums of rows from `left` on, which are beyond the last row of x. TMA filled them with zeros, but a w1 that
-// is not finite makes NaN of these, and NaN times the zeros of dy would reach dw2.
+// Zeroes the accumulators of rows from `left` on, which are past the last row of x. TMA filled these rows with zeros,
+// but a w1 that is not finite turns them into NaN, and NaN times the zeros of dy would reach dw2.
 DEVICE void clear_rows(float (&d)[64], int left) {
 #pragma unroll
     for (int i = 0; i < 64; i++)
         if (i / 4 * 8 + i % 2 + threadIdx.x % 4 * 2 >= left) d[i] = 0;
 }
 
-// dpre of preᵀ = d into this warpgroup's tile, from `to` on as this lane addresses it, and dw2 += act(d) dy.
+// Writes dpre of preᵀ = d to this warpgroup's tile, where `to` is the address for this lane, and dw2 += act(d) dy.
 DEVICE void derive(const float (&d)[64], Columns& own, u32 dy, u32 to) {
 #pragma unroll
     for (int part = 0; part < BLOCK_M / 32; part++) {

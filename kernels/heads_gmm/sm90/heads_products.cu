@@ -1,32 +1,34 @@
 // A copy of parts/sm90/heads_products.cu, made by `nox -s vendor`: change it there.
-// The products of the gradient of the hidden of K feed-forward layers of one input for Hopper (sm_90a):
+// The GEMMs that use the gradient of the hidden of K feed-forward layers of one input, for Hopper (sm_90a):
 //
-//   dx[r, d] = Σ_g Σ_h dpre[r, g, h] · w1[g, h, d]        16 bits, or fp32 parts of it, [parts, rows, dim]
+//   dx[r, d] = Σ_g Σ_h dpre[r, g, h] · w1[g, h, d]        16 bits, or fp32 split-K partitions, [parts, rows, dim]
 //   dw1[g, h, d] = Σ_r dpre[r, g, h] · x[r, d]            16 bits, or fp32 sums that pass from chunk to chunk
 //
-// Both in one launch. dx of few rows has few tiles, each a long sum, which is therefore split by heads; dw1 has 220
-// tiles for ten heads of 1365, each a short sum. Together they fill the SMs; one after the other each leaves some idle.
+// Both in one launch. dx of few rows has few tiles with a large K, which is therefore split by heads; dw1 has 220 tiles
+// for ten heads of 1365, with a small K. Together they fill the SMs; one after the other each leaves some idle.
 //
-// Napkin maths for 64 terms of a tile of 128 x 256, in cycles of an SM: the tensor cores take 1024 (4096 FLOP a cycle,
-// dense), shared memory gives them 80 bytes a cycle of the 128 that it can, and 48 KiB come from L2, 48 bytes a cycle.
-// Two CTAs that share the second operand read 32, two that share the first one 40. A tile leaves as 64 KiB of 16 bits
-// or 128 KiB of fp32. 564 rows of ten heads of 512 to 1365: 4180 such steps, 32 for each of 132 SMs, 19 us.
+// Back-of-the-envelope estimate for one K-block of 64 of a 128 x 256 tile, in cycles of an SM: the tensor cores take
+// 1024 (4096 FLOP a cycle, dense), read 80 bytes a cycle from shared memory (of 128), and 48 KiB come from L2, 48 bytes
+// a cycle. Two CTAs that share the second operand read 32, two that share the first one 40. A tile is stored as 64 KiB
+// of 16 bits or 128 KiB of fp32. 564 rows of ten heads of 512 to 1365: 4180 such K-blocks, 32 for each of 132 SMs, 19
+// us.
 //
-// A CTA is one producer warp and two consumer warpgroups with 64 rows of the tile each. The producer fills a ring of
-// STAGES steps of both operands. Consumers keep 64 x 256 sums in registers. dpre is the first operand of both products,
-// along its rows of the hidden for dx and across them for dw1. The second, w1 or x, is contiguous along the result's
-// columns. So all boxes are 64 rows of 64 elements. What lies beyond a tensor is read as zeros by TMA, without traffic;
-// dpre has zeros behind the columns of each head.
+// A CTA is one producer warp and two consumer warpgroups with 64 rows of the tile each. The producer fills a circular
+// buffer of STAGES pipeline stages, one K-block of both operands each. A consumer has 64 x 256 accumulators in
+// registers. dpre is the first operand of both GEMMs, K-major for dx and M-major for dw1. The second, w1 or x, is
+// N-major. So all boxes are 64 rows of 64 elements. TMA reads zeros out of bounds, without traffic; dpre has zeros
+// after the columns of each head.
 //
-// The two CTAs of a cluster have tiles below each other and load half of the second operand each for both. Where
-// `beside`, those of dx lie beside each other, and share the first. They go through the same steps; one that has no tile
-// stores nothing.
+// The two CTAs of a cluster have vertically adjacent tiles and multicast half of the second operand each. With
+// `beside`, those of dx are horizontally adjacent, and share the first. They process the same K-blocks; one that has no
+// tile stores nothing.
 //
-// Clusters are persistent. Units of dx, which are longer, are dealt out first, then those of dw1, of which the clusters
-// with one of dx fewer take `ahead` before the others take any: the longest first, in an order that both sides compute.
+// Tile scheduler: clusters are persistent. Units of dx, which take longer, are assigned first, then those of dw1.
+// Clusters with one unit of dx fewer get `ahead` units of dw1 before the others get any. So the longest come first, in
+// an order that producer and consumers compute.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, empty[s] 8 from each CTA of the cluster,
-// one lane of each consumer warp. No consumer waits for another, and producers only for consumers: free of deadlock.
+// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a stage, empty[s] 8 from each CTA of the cluster,
+// one lane of each consumer warp. Free of deadlock: no consumer waits for another, and producers only for consumers.
 //
 // Defined by the launcher: FP16, STAGES, CLUSTER (1 or 2).
 #include "cluster.cuh"
@@ -94,7 +96,7 @@ DEVICE int dw1_units(const Products& p) {
     return divide_up(p.heads * divide_up(p.hidden, BLOCK_M), CLUSTER) * divide_up(p.dim, BLOCK_N);
 }
 
-// This cluster's unit of number `index`, if there is one.
+// This cluster's unit `index`, if there is one.
 DEVICE bool find_unit(const Products& p, int index, Unit& unit) {
     const int clusters = gridDim.x / CLUSTER, own = blockIdx.x / CLUSTER;
     const int sums = dx_units(p), more = sums % clusters, count = sums / clusters + (own < more);
@@ -127,7 +129,7 @@ DEVICE void load(bool shared, u32 to, const TensorMap* map, int column, int row,
     else tma_load(to, map, column, row, head, 0, bar);
 }
 
-// Starts the loads of one step: of each operand all, or this CTA's share for all of the cluster.
+// Issues the loads of one K-block: of each operand all, or this CTA's share, multicast to the cluster.
 DEVICE void load_step(const Products& p, const Maps& maps, const Unit& unit, int step, u32 to, u32 bar) {
     const bool of_x = unit.heads, share_a = CLUSTER > 1 && of_x && p.beside, share_b = CLUSTER > 1 && !share_a;
     const int steps = divide_up(p.hidden, BLOCK_K), rank = cluster_rank();
@@ -168,10 +170,11 @@ DEVICE void produce(const Products& p, const Maps& maps, u32 smem) {
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Gives a slot back to the producers of the cluster: the warp's wgmmas that read it are complete.
+// Releases a stage: arrives on its empty barrier in each CTA of the cluster. The warp's wgmmas that read it are
+// complete.
 DEVICE void release(u32 smem, int slot) { arrive_at_all(smem + EMPTY + 8 * slot); }
 
-// d += a b over all steps, of one consumer's 64 rows; ACROSS: the first operand is contiguous along the result's rows.
+// The main loop, d += a b over all K-blocks, for one consumer's 64 rows. ACROSS: the first operand is M-major.
 template <int ACROSS>
 DEVICE void multiply(float (&d)[BLOCK_N / 2], u32 smem, Ring<STAGES>& ring, int steps, int consumer) {
     int before = 0;
@@ -194,7 +197,7 @@ DEVICE void multiply(float (&d)[BLOCK_N / 2], u32 smem, Ring<STAGES>& ring, int 
     release(smem, before);
 }
 
-// A consumer without rows lets the steps pass.
+// A consumer without rows waits for each stage and releases it.
 DEVICE void skip(u32 smem, Ring<STAGES>& ring, int steps) {
 #pragma unroll 1
     for (int step = 0; step < steps; step++, ring.next()) {
@@ -211,9 +214,9 @@ DEVICE void exchange(u32& kept_low, u32& kept_high, int bit) {
     else kept_high = got;
 }
 
-// A thread has columns 8 j + 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 of its warp's 16. fp32 leaves
-// as it is, 32 bytes of a row from four lanes. For 16 bits these exchange what they have of four blocks of 8 columns, so
-// that each stores one block of a row: 16 bytes.
+// A thread has columns 8 j + 2 (lane % 4) and the next, of rows lane / 4 and lane / 4 + 8 of its warp's 16. fp32 is
+// stored as it is, 32 bytes of a row from four lanes. For 16 bits these lanes exchange their elements of four blocks of
+// 8 columns, so that each stores one block of a row: 16 bytes.
 DEVICE void store_unit(const Products& p, const Unit& unit, const float (&d)[BLOCK_N / 2], int consumer) {
     const int lane = threadIdx.x % 32, quad = lane % 4;
     const int row = consumer * ROWS + threadIdx.x % 128 / 32 * 16 + lane / 4;

@@ -1,5 +1,5 @@
 # A copy of parts/sm90/heads_products.py, made by `nox -s vendor`: change it there.
-"""The products of the gradient of the hidden of heads in CUDA C++ (heads_products.cu): their launch."""
+"""The GEMMs that use the gradient of the hidden of heads, in CUDA C++ (heads_products.cu): their launch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Optional = torch.Tensor | None
 BLOCK_K = 64  # of heads_products.cu: rows and columns of a box
 STEP_BYTES = (configs.BLOCK + configs.BLOCK_N) * BLOCK_K * 2
 # Tensor maps of dpre, w1 and x, and heads_products.cu's Products: parts, dx, sums, dw1; rows, heads, hidden, dim; heads
-# of a part of dx, terms of dw1, whether CTAs' tiles of dx are beside each other, rounds of dw1 that go first, whether
+# of a part of dx, K of dw1, whether CTAs' tiles of dx are horizontally adjacent, rounds of dw1 that go first, whether
 # sums are added to.
 _LAYOUT = "MMM(PPPPiiiiiiiii)"
 
@@ -73,5 +73,5 @@ def defines(config: ProductsConfig, dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def shared_bytes(config: ProductsConfig) -> int:
-    """Of a CTA: the ring and its barriers."""
+    """Of a CTA: the pipeline stages and their barriers."""
     return config.stages * (STEP_BYTES + 16)

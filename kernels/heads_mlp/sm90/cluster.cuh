@@ -1,11 +1,11 @@
 // A copy of parts/sm90/cluster.cuh, made by `nox -s vendor`: change it there.
-// Clusters of CLUSTER CTAs, which the launcher defines: their numbers, barriers, and loads that all of them get.
+// Thread block clusters of CLUSTER CTAs, which the launcher defines: ranks, barriers, multicast loads.
 #pragma once
 
 #include "mbarrier.cuh"
 #include "tma.cuh"
 
-// This CTA's number in its cluster.
+// This CTA's rank in its cluster.
 DEVICE int cluster_rank() {
     if (CLUSTER == 1) return 0;
     u32 rank;
@@ -13,20 +13,23 @@ DEVICE int cluster_rank() {
     return rank;
 }
 
-// All threads of all CTAs wait for each other: before a CTA writes into another, and before one ends that is written to.
+// Barrier of all threads of a cluster: before a CTA writes to the shared memory of another, and before one exits whose
+// shared memory others write to.
 DEVICE void cluster_sync() {
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// The same where the other CTAs see nothing that was written before it: each thread has used what it read of them, so
-// that they may end. cluster_sync() releases, before which ptxas puts a fence of the whole GPU that waits for all stores.
-// Only where each arrival, store and load into another CTA was waited for there: this does not wait for those under way.
+// The same without release semantics, before exit: earlier writes need not be visible to other CTAs, and each thread
+// has used what it read from them, so that they may exit. For the release of cluster_sync() ptxas puts a GPU-wide fence
+// in front, which waits for all stores. Use it only where each arrival, store and load into another CTA was waited for
+// there: this barrier does not wait for those in flight.
 DEVICE void cluster_leave() {
     if (CLUSTER > 1)
         asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// A load of TMA into the same place of every CTA of the cluster, whose barriers at the same place count its bytes.
+// A TMA multicast load to the same shared memory offset in every CTA of the cluster. The mbarrier at the same offset in
+// each CTA counts the bytes.
 DEVICE void tma_multicast(u32 to, const TensorMap* map, int column, int row, u32 bar, int head = 0) {
     if (CLUSTER == 1) return tma_load(to, map, column, row, head, 0, bar);
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -36,9 +39,9 @@ DEVICE void tma_multicast(u32 to, const TensorMap* map, int column, int row, u32
                  : "memory");
 }
 
-// One arrival of this warp at the same barrier of every CTA of the cluster. Without a scope of its own: with
-// .release.cluster ptxas puts a fence of the whole GPU before it, which takes as long as a step of a product. So what
-// the warp has read by then was read by a wgmma that was waited for, or into registers and then fence_reads().
+// This warp arrives once on the same mbarrier in every CTA of the cluster. Without a scope qualifier: for
+// .release.cluster ptxas puts a GPU-wide fence in front, which takes as long as a K-block of a GEMM. So the warp must
+// have waited for the wgmmas that read the stage, or called fence_reads() after reads into registers.
 DEVICE void arrive_at_all(u32 bar) {
     const u32 lane = threadIdx.x % 32;
     if (CLUSTER == 1) {

@@ -1,38 +1,38 @@
 // A copy of parts/sm90/heads.cuh, made by `nox -s vendor`: change it there.
 // K feed-forward layers of one input for Hopper (sm_90a): y[r, g] = w2[g] · act(w1[g] · x[r]), with an epilogue.
 //
-// Napkin maths for 128 rows and 128 columns of the hidden, D = 512, in cycles of an SM:
+// Back-of-the-envelope estimate for 128 rows and 128 columns of the hidden, D = 512, in cycles of an SM:
 //   tensor cores   2 · 128 · 128 · 512 FLOP at 4096 a cycle                               4096
 //   activation     2 special functions (ex2, rcp) for each of 16384, 16 a cycle           2048, and 700 to issue
 //   shared memory  128 KiB of w1 written once and read by two warpgroups, 128 bytes/cycle 3072
 //   L2             128 KiB of w1, by two CTAs                                             16 bytes a cycle
-// So the tensor cores bind if activations are overlapped with products, and if x is not read from shared memory.
+// So the tensor cores are the bound if activations overlap wgmmas, and if x is not read from shared memory.
 //
 // A CTA is a producer warpgroup and two consumer warpgroups, with 64 rows of x each, in registers: 128 for D = 512.
-// Each takes every block of 128 columns of the hidden: 64 registers of fp32 sums by wgmma, the activation, and the
-// product with w2 by mma.sync, whose first operand has the layout of the sums and whose O columns are padded to 8:
-// 4 registers, which are summed over a head. With addresses and counters these are some 210 of 232 registers. No sum is
-// shared between warpgroups, so that its order is fixed.
+// Each processes every block of 128 columns of the hidden: wgmmas with 64 accumulator registers in fp32, the
+// activation, and the GEMM with w2 by mma.sync. The latter's first operand has the layout of the accumulators, and its
+// O columns are padded to 8: 4 registers, accumulated over a head. With addresses and counters these are some 210 of
+// 232 registers. No accumulator is shared between warpgroups, so that the order of each sum is fixed.
 //
-// The warpgroups take turns (named barriers): one issues the wgmmas of a block, 2048 cycles, while the other
+// Ping-pong, ordered by named barriers: one warpgroup issues the wgmmas of a block, 2048 cycles, while the other
 // applies the activation, some 1300 cycles. The second is one block behind the first, and both read the same w1 in
-// shared memory: the ring of STAGES steps of 64 of D holds a block for the second and what is loaded in advance for
-// the first.
+// shared memory: the circular buffer of STAGES pipeline stages, K-blocks of 64 of D, holds a block for the second and
+// what is loaded in advance for the first.
 //
-// Warp 0 of the producer warpgroup fills the ring by TMA: at the start of a unit of work 128 rows of x, then w1.
-// CTAs of a cluster have tiles below each other and each loads its share of w1 for all of them. What lies beyond a
-// tensor is read as zeros. Warp 1 copies w2, whose rows lie on any boundary, into slots of 128 columns, in the
-// order in which a thread of mma.sync reads them.
+// Warp 0 of the producer warpgroup fills the circular buffer by TMA: at the start of a unit of work 128 rows of x, then
+// w1. CTAs of a cluster have vertically adjacent tiles, and each multicasts its share of w1. TMA reads zeros out of
+// bounds. Warp 1 copies w2, whose rows may start on any boundary, into a second circular buffer, of 128 columns a
+// stage, in the order in which a thread of mma.sync reads them.
 //
-// A unit of work is a tile of rows, CLUSTER below each other, and a group of heads; CTAs are persistent and take
-// every gridDim-th unit. Those of the same rows follow each other, so that x comes from L2.
+// A unit of work is CLUSTER vertically adjacent tiles of rows and a group of heads. CTAs are persistent and process
+// every gridDim-th unit. Units of the same rows follow each other, so that x comes from L2.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step; empty[s] 8 from each CTA of the
-// cluster, one lane of each consumer warp; w2_full[s] 32, w2_empty[s] 8. All go through the same steps in the same
-// order, and STAGES is more than the steps of a block: free of deadlock.
+// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a stage; empty[s] 8 from each CTA of the cluster,
+// one lane of each consumer warp; w2_full[s] 32, w2_empty[s] 8. Free of deadlock: all process the same K-blocks in the
+// same order, and STAGES is more than the K-blocks of a block.
 //
-// Defined by the launcher: ACTIVATION, FP16, STEPS (64 columns of x each), TAIL (columns of a head's last block:
-// 32, 64, 96 or 128), STAGES, CLUSTER.
+// Defined by the launcher: ACTIVATION, FP16, STEPS (K-blocks: 64 columns of x each), TAIL (columns of a head's last
+// block: 32, 64, 96 or 128), STAGES, CLUSTER.
 #pragma once
 
 #include "heads_loop.cuh"
@@ -78,9 +78,9 @@ DEVICE void produce(const Heads& p, const TensorMap* x_map, const TensorMap* w1_
     }
 }
 
-// 32 columns of w2 into shared memory, zeros beyond O and H: lane 4 n + q has of column n of the product (a row of
-// w2) the elements 8 i + 2 q and the next, which are its operands of two mmas. `from` is its first, of which `left`
-// are there.
+// Copies 32 columns of w2 into shared memory, with zeros past O and H. Lane 4 n + q copies elements 8 i + 2 q and the
+// next of row n of w2 (column n of the result), which are its operands of two mmas. `from` points to its first element;
+// `left` elements of the row remain from there on.
 DEVICE void copy_w2(const u16* from, u64 stride, int left, u32 to) {
     u32 words[4];
 #pragma unroll
@@ -115,8 +115,8 @@ DEVICE void produce_w2(const Heads& p, u32 smem) {
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// out += act(d) w2ᵀ, of a block from column `first` of the hidden on. LAST: columns beyond `hidden` may be among
-// them. Their sums are zero, but NaN where x is not finite.
+// out += act(d) w2ᵀ, for a block from column `first` of the hidden on. LAST: some columns may be past `hidden`. Their
+// accumulators are zero, but NaN where x is not finite.
 template <int SUMS, bool LAST>
 DEVICE void activate_and_multiply(float (&out)[4], float (&d)[SUMS], Consumer& c, Ring<W2_SLOTS>& ring, int first,
                                   int hidden) {
@@ -144,7 +144,7 @@ DEVICE void activate_and_multiply(float (&out)[4], float (&d)[SUMS], Consumer& c
             mma(out, a, b[2 * half], b[2 * half + 1]);
         }
     }
-    // The last reads may be pending: what threads store next, unlike what TMA loads, stays behind them. No fence_reads.
+    // The last reads may be in flight: stores of threads, unlike writes of TMA, are ordered after them. No fence_reads.
     __syncwarp();
     if (lane == 0) bar_arrive(c.smem + W2_EMPTY + 8 * ring.slot);
     ring.next();
@@ -158,7 +158,7 @@ DEVICE void add_block(float (&out)[4], const u32 (&x)[16 * STEPS], Consumer& c, 
     activate_and_multiply<SUMS, LAST>(out, d, c, w2, first, hidden);
 }
 
-// `finish(unit, head, row, out)` is called by whole warps: a thread has the sums of columns 2 (lane % 4) and the
+// `finish(unit, head, row, out)` is called by whole warps: a thread has the results of columns 2 (lane % 4) and the
 // next of two rows, {row, row, row + 8, row + 8}. Heads of a unit come in order.
 template <class Epilogue> DEVICE void consume(const Heads& p, const Epilogue& finish, u32 smem, int group) {
     const int units = units_of(p), tail = (blocks_of(p) - 1) * BLOCK_H;

@@ -1,5 +1,5 @@
 # A copy of parts/sm90/heads.py, made by `nox -s vendor`: change it there.
-"""The forward of heads in CUDA C++ (heads.cuh): which operands it takes, and its launches."""
+"""The forward of heads in CUDA C++ (heads.cuh): which operands it supports, and its launches."""
 
 from __future__ import annotations
 
@@ -97,5 +97,5 @@ def tail_of(hidden: int) -> int:
 
 
 def shared_bytes(config: CudaConfig) -> int:
-    """Of a CTA: the ring of w1, the slots of w2, and their barriers."""
+    """Of a CTA: the pipeline stages of w1 and of w2, and their barriers."""
     return config.stages * (BLOCK * BLOCK_K * 2 + 16) + W2_BYTES + 4 * 16

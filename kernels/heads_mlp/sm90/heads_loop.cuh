@@ -1,16 +1,17 @@
 // A copy of parts/sm90/heads_loop.cuh, made by `nox -s vendor`: change it there.
-// What the kernels of heads for Hopper (sm_90a) share: the product of 128 rows that stay in registers with tiles of 128
-// rows that stream through shared memory, for two consumer warpgroups in turn. heads.cuh says why.
+// The main loop of the heads kernels for Hopper (sm_90a): a GEMM of 128 rows that stay in registers (operand a) with
+// tiles of 128 rows that stream through shared memory (operand b), by two consumer warpgroups in ping-pong. heads.cuh
+// says why.
 //
-// A CTA is a producer warpgroup and two consumer warpgroups. Each of these has 64 of the rows that stay, and multiplies
-// them with every tile. The ring has STAGES steps of 128 rows by 64 columns: at the start of a unit of work the rows
-// that stay pass through it, then the tiles, of which each CTA of a cluster loads a share for all. What lies beyond a
-// tensor is read as zeros.
+// A CTA is a producer warpgroup and two consumer warpgroups. Each consumer keeps 64 rows of a, and multiplies them with
+// every tile of b. The circular buffer has STAGES pipeline stages, K-blocks of 128 rows by 64 columns: at the start of
+// a unit of work a passes through it, then the tiles of b, of which each CTA of a cluster multicasts its share. TMA
+// reads zeros out of bounds.
 //
-// Barriers of the ring, with their arrivals per phase: full[s] 1 and the bytes of a step; empty[s] 8 from each CTA of
-// the cluster, one lane of each consumer warp.
+// Its barriers, with their arrivals per phase: full[s] 1 and the bytes of a stage; empty[s] 8 from each CTA of the
+// cluster, one lane of each consumer warp.
 //
-// Defined by the launcher: ACTIVATION, FP16, STEPS (64 columns each), STAGES, CLUSTER.
+// Defined by the launcher: ACTIVATION, FP16, STEPS (K-blocks: 64 columns each), STAGES, CLUSTER.
 #pragma once
 
 #include "activation.cuh"
@@ -39,7 +40,7 @@ template <int SLOTS> struct Ring {
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
-// One thread: 128 rows into the ring; SHARED: each CTA of the cluster loads a part of them for all.
+// By one thread: loads 128 rows into the circular buffer. SHARED: each CTA of the cluster multicasts its share of them.
 template <bool SHARED> DEVICE void load_rows(Ring<STAGES>& ring, const TensorMap* map, int row, int head, u32 smem) {
     constexpr int SHARE = BLOCK_H / CLUSTER;
     const int share = SHARED ? cluster_rank() * SHARE : 0;
@@ -61,10 +62,10 @@ struct Consumer {
     Ring<STAGES> ring;
 };
 
-// Gives a slot back to the producers of the cluster: the whole warp has read it.
+// Releases a stage: arrives on its empty barrier in each CTA of the cluster. The whole warp has read it.
 DEVICE void release(u32 smem, int slot) { arrive_at_all(smem + EMPTY + 8 * slot); }
 
-// A warp's 16 of the rows that stay, as wgmma takes them from registers: 4 for each 16 columns.
+// Loads a warp's 16 rows of a in wgmma's layout of register operands: 4 registers for each 16 columns.
 DEVICE void keep_rows(u32 (&x)[16 * STEPS], Consumer& c) {
     const int lane = threadIdx.x % 32, row = c.group * ROWS + threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
@@ -79,7 +80,7 @@ DEVICE void keep_rows(u32 (&x)[16 * STEPS], Consumer& c) {
     }
 }
 
-// d = x bᵀ, b the first 2 SUMS rows of a tile, in this warpgroup's turn; `meanwhile` while the last products are made.
+// d = x bᵀ, b the first 2 SUMS rows of a tile, in ping-pong order. Calls meanwhile() while the last wgmmas run.
 template <int SUMS, class Meanwhile>
 DEVICE void multiply(float (&d)[SUMS], const u32 (&x)[16 * STEPS], Consumer& c, const Meanwhile& meanwhile) {
     int before = 0;
@@ -108,7 +109,7 @@ DEVICE void multiply(float (&d)[SUMS], const u32 (&x)[16 * STEPS], Consumer& c, 
 
 // ---- Both ---------------------------------------------------------------------------------------------------------
 
-// Barriers of the ring, by one thread.
+// By one thread: initialises the barriers of the circular buffer.
 DEVICE void init_ring(u32 smem) {
     for (int s = 0; s < STAGES; s++) {
         bar_init(smem + FULL + 8 * s, 1);

@@ -1,6 +1,6 @@
 // A copy of parts/sm90/heads_ptx.cuh, made by `nox -s vendor`: change it there.
-// PTX of kernels whose first operand stays in registers, beyond the shared headers: wgmma of it, ldmatrix, stmatrix, mma,
-// named barriers.
+// PTX for kernels that keep operand a in registers: wgmma with a register operand, ldmatrix, stmatrix, mma, named
+// barriers.
 #pragma once
 
 #include "numbers.cuh"
@@ -19,7 +19,7 @@
 #define N48 N32 "," N8(32, 33, 34, 35, 36, 37, 38, 39) "," N8(40, 41, 42, 43, 44, 45, 46, 47)
 
 // d (64 x 2 SUMS, fp32) = a b, or d + a b if `add`: a of 64 x 16 in registers, b in shared memory, K-major or, with
-// B_ROWS, contiguous along its columns.
+// B_ROWS, N-major.
 template <int SUMS, int B_ROWS = 0> DEVICE void wgmma_from_registers(float (&d)[SUMS], const u32* a, u64 b, int add) {
     if constexpr (SUMS == 16) {
         WGMMA_FROM_REGISTERS(32, N16, 16, 17, 18, 19, 20, 21, 22, D8(0), D8(8));
@@ -41,7 +41,7 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b_low, u32 b_high) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "r"(b_high));
 }
 
-// d (16 x 8, fp32, of a warp) += a b, of 8 terms.
+// d (16 x 8, fp32, of a warp) += a b, with K = 8.
 DEVICE void mma_of_8(float (&d)[4], const u32 (&a)[2], u32 b) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE ".f32 "
                  "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
@@ -49,7 +49,7 @@ DEVICE void mma_of_8(float (&d)[4], const u32 (&a)[2], u32 b) {
                  : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
-// Four 8 x 8 blocks of 16-bit numbers: lane i has the address of row i % 8 of block i / 8.
+// Four 8 x 8 blocks of 16-bit elements: lane i has the address of row i % 8 of block i / 8.
 DEVICE void load_blocks(u32* x, u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");

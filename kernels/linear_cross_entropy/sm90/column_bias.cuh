@@ -1,13 +1,13 @@
 // A copy of parts/sm90/column_bias.cuh, made by `nox -s vendor`: change it there.
-// A number for each column, added to sums of wgmma.
+// Adds one value per column to wgmma accumulators.
 #pragma once
 
 #include "types.cuh"
 
-// Of HALVES times 64 rows a thread has columns 8 j + 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 of its
-// warp's 16. Adds to the first WIDTH columns. Each lane loads one of 32, load(c) that of column c + lane, and lanes
-// exchange them: if each loaded all that it adds, these would spill. They are not the initial value of the sums: ptxas
-// cannot follow accumulators that come from loads, and would wait for each wgmma.
+// Of HALVES times 64 rows a thread has columns 8 j + 2 (lane % 4) and the next, of rows lane / 4 and lane / 4 + 8 of
+// its warp's 16. Adds to the first WIDTH columns. Each lane loads one of 32 values, load(c) that of column c + lane,
+// and lanes exchange them: if each loaded all that it adds, these would spill. The values do not initialise the
+// accumulators: ptxas cannot follow accumulators that come from loads, and would wait for each wgmma.
 template <int WIDTH, int HALVES, int SUMS, class Load>
 DEVICE void add_to_columns(float (&d)[HALVES][SUMS], const Load& load) {
     const int lane = threadIdx.x % 32;

@@ -1,40 +1,43 @@
-// The logits of linear_cross_entropy for Hopper (sm_90a): z = hidden weightᵀ + bias by TMA and wgmma, warp specialised
-// and persistent. logits.py compiles and launches.
+// The logits of linear_cross_entropy for Hopper (sm_90a): z = hidden weightᵀ + bias, a persistent, warp-specialised
+// GEMM by TMA and wgmma. logits.py compiles and launches it.
 //
-//   EPILOGUE 0  STATS     of a row and a tile's columns: maximum, Σ exp(l - maximum), Σ l, l of the target; no z
+//   EPILOGUE 0  STATS     of each row, over a tile's columns: maximum, Σ exp(l - maximum), Σ l, l of the target; no z
 //            1  LOGITS    the same, and zᵀ
 //            2  GRADIENT  (∂loss/∂z)ᵀ, from the lse of each row
 //
-// A row of the result is a row of hidden, a column an entry of the vocabulary. A thread has 48 columns of each of four
-// rows, so that what is summed over columns stays in a thread until the four of a row meet. zᵀ and its gradient are
-// stored transposed, as the rest of this kernel has them: 8 x 8 blocks by movmatrix, then four rows of a column a lane.
+// M is the rows of hidden, N the vocabulary, K is H; a is hidden, b is weight. A thread has 48 columns of each of four
+// rows, so that it reduces over columns by itself; only the four threads of a row exchange results. zᵀ and its gradient
+// are stored transposed, which is the layout in the rest of this operator: movmatrix transposes 8 x 8 blocks, then each
+// lane stores four rows of a column.
 //
-// Napkin maths for a step of 64 of a tile of 128 x 192, in cycles of an SM: 768 for the tensor cores, 832 for shared
-// memory (a and b written once, b read by two wgmmas), 32 bytes a cycle from L2 where two CTAs share b. An epilogue has
-// 24576 numbers, of each some ten instructions (round, subtract, scale, exponential, add), at 128 a cycle 1900 cycles and
-// at 16 exponentials a cycle 1540: as many as two steps. 2048 terms have 32, 4096 have 64.
+// Back-of-the-envelope estimate for one K-block of 64 of a 128 x 192 tile, in cycles of an SM: 768 for the tensor
+// cores, 832 for shared memory (a and b written once, b read by two wgmmas), 32 bytes a cycle from L2 if two CTAs share
+// b. An epilogue has 24576 elements with some ten instructions each (round, subtract, scale, exponential, add): 1900
+// cycles at 128 instructions a cycle, 1540 at 16 exponentials a cycle. This is as long as two K-blocks. K = 2048 has 32
+// of them, K = 4096 has 64.
 //
-// Two consumer warpgroups have tiles of their own (ping-pong): one multiplies while the other is in its epilogue. A tile
-// is two wgmmas of 64 x BLOCK_N a step that read the same b. The producer, one thread, fills a ring of STAGES steps in
-// the order of the tiles. What lies beyond a tensor is read as zeros by TMA. CTAs of a cluster have tiles below each
-// other; each loads its share of their columns of b, for all of them.
+// Ping-pong: each of the two consumer warpgroups computes its own tiles, and one runs its main loop while the other
+// runs its epilogue. The 128 rows of a tile are two wgmmas of 64 x BLOCK_N that read the same b. The producer, one
+// thread, fills a circular buffer of STAGES pipeline stages, one K-block each, in tile order. TMA reads zeros out of
+// bounds. CTAs of a cluster have vertically adjacent tiles; each loads its share of the tiles' b and multicasts it.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, empty[s] 4 from each CTA of the cluster,
-// one lane of each warp of the tile's consumer. The n-th use of a full one waits for parity n & 1, that of an empty one
-// for the opposite, so that the first pass finds every slot empty. Consumer 0 takes a CTA's tiles 0, 2, 4 ..., consumer 1
-// takes 1, 3, 5 ...; each skips the steps of the other in the ring. Parity does not tell use n of a slot from use n - 2,
-// so a consumer looks at full barriers only in its turn, when the other has seen all earlier uses full. When the last
-// wgmma of a tile is issued, its consumer gives the turn to that of the next, if there is one, by named barrier 1 +
-// consumer: 128 threads arrive, 128 wait. Tile 0 does not wait. So every arrival has its wait, and nothing is pending at
-// the end. A consumer that has the turn waits for nothing but full barriers, the producer only for empty ones, and slots
-// are given back without the turn: free of deadlock. In the end CTAs of a cluster wait for each other, so that none
-// writes into one that is gone.
+// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a stage, empty[s] 4 from each CTA of the cluster,
+// one lane of each warp of the tile's consumer. The n-th use of a full barrier waits for parity n & 1, that of an empty
+// one for the opposite, so that all stages are empty at first. Consumer 0 computes a CTA's tiles 0, 2, 4 ..., consumer
+// 1 tiles 1, 3, 5 ...; each skips the other's stages. Parity does not distinguish use n of a stage from use n - 2. So a
+// consumer waits on full barriers only in its turn, when the other has seen all earlier uses full. A consumer that has
+// issued the last wgmma of a tile passes the turn to the consumer of the next tile, if there is one, through named
+// barrier 1 + consumer: 128 threads arrive, 128 wait. Tile 0 does not wait. So every arrival has its wait, and nothing
+// is pending at the end. Free of deadlock: the consumer whose turn it is waits only on full barriers, the producer only
+// on empty ones, and releasing a stage does not need the turn. At the end CTAs of a cluster wait for each other, so
+// that none writes to the shared memory of one that has exited.
 //
-// The sum of an element depends on nothing but its operands: the same terms in the same order, wherever its tile lies.
-// So logits that are computed again (GRADIENT) are those whose lse was computed before, bit for bit.
+// An element depends only on its operands: it is accumulated over K in the same order wherever its tile lies. So
+// recomputed logits (GRADIENT) are bitwise equal to those from which the lse was computed.
 //
-// Defined by the launcher: EPILOGUE, FP16, WIDE (targets have 64 bits), SOFTCAP and SMOOTHING (0 or 1; of GRADIENT
-// SMOOTHING is any loss but the plain one), BLOCK_N (160 or 192), STAGES, RASTER, CLUSTER (1 or 2).
+// Defined by the launcher: EPILOGUE, FP16, WIDE (targets have 64 bits), SOFTCAP and SMOOTHING (0 or 1; SMOOTHING of
+// GRADIENT also covers a z-loss), BLOCK_N (160 or 192), STAGES, RASTER (height of a group in the grouped tile
+// order, in clusters), CLUSTER (1 or 2). Here `step` is a K-block, `slot` a pipeline stage, `sums` are accumulators.
 
 #include "cluster.cuh"
 #include "column_bias.cuh"
@@ -79,11 +82,11 @@ struct Tile {
 
 // ---- Tiles --------------------------------------------------------------------------------------------------------
 
-// Rows of tiles are those of a cluster: CLUSTER tiles below each other, of which the last may have no rows.
+// A band is CLUSTER vertically adjacent tiles high, of which the last may have no rows.
 DEVICE int bands_of(const Problem& p) { return (p.rows + CLUSTER * BLOCK_M - 1) / (CLUSTER * BLOCK_M); }
 DEVICE int tiles_of(const Problem& p) { return bands_of(p) * ((p.cols + BLOCK_N - 1) / BLOCK_N); }
 
-// RASTER tiles of a column, then the next column, so that what they read of b is in L2.
+// Grouped tile order: RASTER bands of a column, then of the next column, so that their loads of b hit L2.
 DEVICE Tile find_tile(const Problem& p, int place) {
     const int tiles_m = bands_of(p), tiles_n = (p.cols + BLOCK_N - 1) / BLOCK_N;
     const int band = RASTER * tiles_n, first = place / band * RASTER, height = min(tiles_m - first, RASTER);
@@ -113,11 +116,11 @@ DEVICE void produce(const Problem& p, const TensorMap* a, const TensorMap* b, u3
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Gives a slot back to the producers of the cluster. The whole warp has waited for the wgmmas that read it, and nothing
-// else reads a slot: no fence_reads.
+// Releases a stage: arrives on its empty barrier in each CTA of the cluster. The whole warp has waited for the wgmmas
+// that read it, and nothing else reads a stage: no fence_reads.
 DEVICE void release(u32 smem, int slot) { arrive_at_all(smem + EMPTY + 8 * slot); }
 
-// d += a b of a tile; `issued` once all of it is under way.
+// The main loop of a tile, d += a b. Calls issued() after the last wgmma is issued.
 template <class Issued>
 DEVICE void multiply(float (&d)[2][SUMS], u32 smem, Ring& ring, int steps, const Issued& issued) {
     int before = 0;
@@ -145,7 +148,7 @@ DEVICE void multiply(float (&d)[2][SUMS], u32 smem, Ring& ring, int steps, const
     release(smem, before);
 }
 
-// tanh in fp32: a polynomial near 0 (Cephes, tanhf.c), where 1 - 2 / (1 + e^2x) would lose all digits.
+// tanh in fp32: a polynomial near 0 (Cephes, tanhf.c), where 1 - 2 / (1 + e^2x) would cancel.
 DEVICE float tanh_(float x) {
     const float square = x * x;
     float near = square * -5.70498872745e-3f + 2.06390887954e-2f;
@@ -164,16 +167,18 @@ DEVICE float log2_(float x) {
 }
 DEVICE float round_to_16(float x) { return widen(pack(x, 0.0f) & 0xffff); }
 
-// A thread has columns 8 j + 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 of its warp's 16, in each half.
+// wgmma's accumulator layout: a thread has columns 8 j + 2 (lane % 4) and the next, of rows lane / 4 and lane / 4 + 8
+// of its warp's 16, in each half.
 DEVICE int row_of(const Tile& tile, int r) {
     return tile.row + r / 2 * HALF + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + r % 2 * 8;
 }
 
-// Of a thread's sums of a row, number i lies at at(i) and has column in_tile(i) behind its first.
+// Accumulator i of a thread in a row is sums[at(i)], in_tile(i) columns after the thread's first.
 DEVICE constexpr int at(int i) { return i / 2 * 4 + i % 2; }
 DEVICE constexpr int in_tile(int i) { return i / 2 * 8 + i % 2; }
 
-// The target of a row: whether it has one, and its column behind this thread's first, or one that no thread has.
+// The target of a row: whether it counts (is not ignored), and its column relative to this thread's first, or a column
+// that no thread has.
 struct Target {
     bool counts;
     int column;
@@ -187,7 +192,7 @@ DEVICE Target target_of(const Problem& p, const Tile& tile, int row) {
     return {target != p.ignore_index, here ? (int)column - (int)threadIdx.x % 4 * 2 : -2 * BLOCK_N};
 }
 
-// Over the four threads that have a row.
+// Reductions over the four threads of a row.
 DEVICE float highest_of(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -197,7 +202,7 @@ DEVICE float sum_of(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The sums are rounded, as z is, and become logits.
+// Computes the statistics. Rounds the accumulators, as z is rounded, and replaces them by the logits.
 DEVICE void write_stats(const Problem& p, const Tile& tile, float (&d)[2][SUMS]) {
     const int left = p.cols - tile.column - threadIdx.x % 4 * 2;  // columns from this thread's first on
 #pragma unroll
@@ -235,7 +240,7 @@ DEVICE void write_stats(const Problem& p, const Tile& tile, float (&d)[2][SUMS])
     }
 }
 
-// The sums become their gradients.
+// Replaces the accumulators by their gradients.
 DEVICE void differentiate(const Problem& p, const Tile& tile, float (&d)[2][SUMS]) {
     const float factor = *p.factor;
 #pragma unroll
@@ -248,7 +253,8 @@ DEVICE void differentiate(const Problem& p, const Tile& tile, float (&d)[2][SUMS
         const float highest = inside ? p.highest[row] : 0.0f, scale = inside ? p.scale[row] : 1.0f;
         float weight = target.counts ? factor : 0.0f;
         if (p.dloss && inside) weight *= p.dloss[row * p.dloss_stride];
-        // Plain: softmax weight - [target] weight. Else softmax (1 + 2 z_loss lse) weight - rest weight - [target] hit weight.
+        // Plain: softmax weight - [target] weight. Else softmax (1 + 2 z_loss lse) weight - rest weight - [target] hit
+        // weight.
         const float lse = highest - log2_(scale) * LN2;
         const float slope = SMOOTHING ? weight * scale * (1.0f + 2.0f * p.z_loss * lse) : weight * scale;
         const float rest = SMOOTHING ? weight * p.rest : 0.0f, hit = SMOOTHING ? weight * p.hit : weight;
@@ -267,15 +273,16 @@ DEVICE void differentiate(const Problem& p, const Tile& tile, float (&d)[2][SUMS
     }
 }
 
-// An 8 x 8 block of 16-bit numbers, of which a thread has two neighbours in row lane / 4, transposed.
+// Transposes an 8 x 8 block of 16-bit elements, of which a thread has two adjacent ones in row lane / 4.
 DEVICE u32 transposed(u32 x) {
     u32 y;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
 
-// Rounds the sums and stores them transposed. Lanes of a column have rows 0 to 3, 8 to 11, 4 to 7 and 12 to 15 of a warp's
-// 16: a sector. What is stored behind the last row, up to a multiple of four, is padding or not written yet.
+// Rounds the accumulators and stores them transposed. The four lanes of a column have rows 0 to 3, 8 to 11, 4 to 7 and
+// 12 to 15 of a warp's 16: a sector. Stores past the last row, up to a multiple of four, hit padding or elements that
+// are written later.
 DEVICE void store_transposed(const Problem& p, const Tile& tile, const float (&d)[2][SUMS]) {
     const int lane = threadIdx.x % 32, quad = lane % 4;
     const bool odd = quad % 2;

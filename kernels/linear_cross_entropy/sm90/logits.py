@@ -1,4 +1,4 @@
-"""The logits for Hopper in CUDA C++ (logits.cu): what it takes, and its launches."""
+"""The logits for Hopper in CUDA C++ (logits.cu): which problems it supports, and its launches."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def stats_launch(p: Problem, chunk: Chunk, stats: Stats, pitch: int = 0) -> Call
 def gradient_launch(
     p: Problem, chunk: Chunk, entries: slice, pitch: int, z_at: int, dloss_stride: int | None
 ) -> Callable[..., None]:
-    """Writes the gradient of a chunk's logits of these vocabulary entries, transposed, `z_at` elements behind the
+    """Writes the gradient of a chunk's logits of these vocabulary entries, transposed, `z_at` elements after the
     beginning of z and in rows of `pitch`, given (hidden, weight, bias, target, z, held, dloss)."""
     start, stride = _Start(p, chunk, entries, GRADIENT), dloss_stride or 0
     lse_at, factor_at, dloss_at = 2 * chunk.start * FLOAT, p.held.factor_at * FLOAT, chunk.start * stride * FLOAT
@@ -132,11 +132,11 @@ class _Start:
 
 
 def shared_bytes(config: configs.LogitsConfig) -> int:
-    """Of a CTA: the ring of both operands, and its barriers."""
+    """Of a CTA: the pipeline stages of both operands, and their barriers."""
     return config.stages * ((BLOCK_M + config.block_n) * BLOCK_K * 2 + 16)
 
 
 def _map(p: Problem, rows: int, strides: tuple[int, ...], block: int) -> cuda_driver.TensorMap:
-    """Of `rows` rows of H elements, in boxes of `block` rows by 64 columns."""
+    """The tensor map of `rows` rows of H elements, in boxes of `block` rows by 64 columns."""
     matrix = torch.empty_strided((rows, p.dim), strides, dtype=p.dtype, device="meta")
     return tensor_map(matrix[None, None], rows, block)

@@ -1,5 +1,5 @@
 // A copy of parts/sm90/wgmma16.cuh, made by `nox -s vendor`: change it there.
-// wgmma of 64 x N x 16 for N of 128 and 256, and how its operands lie in shared memory.
+// wgmma of 64 x N x 16 for N of 128 and 256, and the matrix descriptor of its operands.
 #pragma once
 
 #include "numbers.cuh"
@@ -19,8 +19,8 @@
     N8(96, 97, 98, 99, 100, 101, 102, 103) "," N8(104, 105, 106, 107, 108, 109, 110, 111) ","                         \
     N8(112, 113, 114, 115, 116, 117, 118, 119) "," N8(120, 121, 122, 123, 124, 125, 126, 127)
 
-// d (64 x N, fp32) += a b, each operand K-major or, if transposed, contiguous along its other dimension. The sums hold
-// zeros at first, so that d is always read.
+// d (64 x N, fp32) += a b, each operand K-major or, if transposed (A_ROWS, B_ROWS), MN-major. Accumulators are
+// initialised with zeros, so that d is always read.
 template <int A_ROWS, int B_ROWS> DEVICE void wgmma(float (&d)[64], u64 a, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" N64 "}, %64, %65, 1, 1, 1, %66, %67;"
                  : D64(0) : "l"(a), "l"(b), "n"(A_ROWS), "n"(B_ROWS));
@@ -31,8 +31,8 @@ template <int A_ROWS, int B_ROWS> DEVICE void wgmma(float (&d)[128], u64 a, u64 
                  : D64(0), D64(64) : "l"(a), "l"(b), "n"(A_ROWS), "n"(B_ROWS));
 }
 
-// wgmma's description of an operand with 128-byte swizzle: groups of 8 rows of 128 bytes lie 1024 bytes apart and, if
-// it is transposed, panels of 64 columns `panel` bytes apart.
+// wgmma's matrix descriptor of an operand with 128-byte swizzle: groups of 8 rows of 128 bytes lie 1024 bytes apart
+// and, if it is transposed, panels of 64 columns `panel` bytes apart.
 DEVICE u64 describe(u32 address, u32 panel) {
     return (u64)(1u << 30 | 1024 >> 4) << 32 | panel >> 4 << 16 | (address & 0x3ffff) >> 4;
 }
