@@ -40,6 +40,20 @@ def test_equals_pytorch(scratch):
     equal(torch.autograd.grad(mine, (hidden, weight)), torch.autograd.grad(other, (hidden, weight)))
 
 
+def test_rows_with_a_workspace_of_their_own_and_rows_in_the_gradient_together():
+    """Both are copied for the weight's gradient, from buffers with different strides."""
+    rows, dim, vocab, scratch = 200, 64, 5000, 4_900_000
+    config = configs.pick_config(rows, dim, vocab, torch.float32, True, scratch)
+    assert [(c.start, c.stop, c.spare, c.kept) for c in config.chunks(rows)] == [
+        (0, 192, True, True),
+        (192, 200, False, True),
+    ]
+    hidden, weight, target = problem(rows, dim, vocab)
+    mine = linear_cross_entropy(hidden, weight, target, scratch_bytes=scratch)
+    other = F.cross_entropy(F.linear(hidden, weight), target)
+    equal(torch.autograd.grad(mine, (hidden, weight)), torch.autograd.grad(other, (hidden, weight)))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_retained_graph_gives_the_same_again_and_what_was_handed_out_stays(reduction):
     hidden, weight, target = problem()
