@@ -1,4 +1,4 @@
-"""The two formats, and how packed weights lie in memory.
+"""The two formats, and the memory layout of packed weights.
 
 Elements are e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 
