@@ -74,7 +74,7 @@ DEVICE int multiply(float (&d)[COLS / 2], const char* shared, u32 smem, Ring& ri
             wgmma_commit();
             wgmma_wait<1>();
             pin(a[1 - half]);  // which the wgmmas before these have read by now
-            // No fence_reads: reads of this stage may be pending, but the words of the previous one were wgmma operands.
+            // No fence_reads: reads of this stage may be pending, but the previous one's words were wgmma operands.
             if (half == 0 && step) release(before);
         }
         before = ring.slot;

@@ -1,15 +1,15 @@
-// y [M, N] = x [M, K] times w [N, K] of 4 bits, transposed, for Hopper (sm_90a) and few rows of x, bound by the reads of
-// w. few_rows.py compiles and launches it.
+// y [M, N] = x [M, K] times w [N, K] of 4 bits, transposed, for Hopper (sm_90a) and few rows of x, bound by the reads
+// of w. few_rows.py compiles and launches it.
 //
 // w is wgmma's A operand, in registers: 64 rows of w by COLS rows of x. It is stored in the order of the register
 // fragments (formats.py): 16 contiguous bytes are a thread's operand registers of four wgmmas. x is the B operand, in
 // shared memory as TMA writes it.
 //
-// Back-of-the-envelope estimate, N = K = 8192, one NVIDIA H200 (132 SMs, 4254 GB/s): 35.7 MB of MXFP4 take 8.4 us. An SM
-// processes 248 pieces of 16 rows by 128 of K (a warp's part of a chunk), 62 per scheduler. A piece takes 190
-// instructions with MXFP4 and 203 with NVFP4 (bf16): 11800 and 12600 issue slots, 6.4 and 6.8 us at 1.85 GHz. A wgmma of
-// 64 x 64 x 16 takes 32 cycles, and an SM executes 496: 8.6 us with 64 rows of x. Little's law requires 3 MB in flight,
-// 23 KB per SM; the pipeline stages hold 170 KB.
+// Back-of-the-envelope estimate, N = K = 8192, one NVIDIA H200 (132 SMs, 4254 GB/s): 35.7 MB of MXFP4 take 8.4 us. An
+// SM processes 248 pieces of 16 rows by 128 of K (a warp's part of a chunk), 62 per scheduler. A piece takes 190
+// instructions with MXFP4 and 203 with NVFP4 (bf16): 11800 and 12600 issue slots, 6.4 and 6.8 us at 1.85 GHz. A wgmma
+// of 64 x 64 x 16 takes 32 cycles, and an SM executes 496: 8.6 us with 64 rows of x. Little's law requires 3 MB in
+// flight, 23 KB per SM; the pipeline stages hold 170 KB.
 //
 // A CTA has GROUPS consumer warpgroups, with 64 rows of w each, and a producer warp. One thread of the producer fills
 // STAGES pipeline stages with chunks of 128 of K: x by TMA, w and scales by bulk copies, since the rows of a chunk are
@@ -20,8 +20,8 @@
 // TMA zero-fills the rows past the end of x. Stale shared memory past the last row of w is multiplied, but not stored.
 //
 // Barriers and their arrivals per phase: full[s] 1 and the bytes of a chunk, empty[s] one lane of each consumer warp.
-// The n-th wait on a full barrier is for parity n & 1. On an empty barrier it is for the opposite parity, so that in the
-// first pass every stage counts as empty.
+// The n-th wait on a full barrier is for parity n & 1. On an empty barrier it is for the opposite parity, so that in
+// the first pass every stage counts as empty.
 //
 // Defined by the launcher: NVFP4 (or MXFP4), FP16 (or bf16), COLS, GROUPS, STAGES, CLUSTER (split-K partitions).
 

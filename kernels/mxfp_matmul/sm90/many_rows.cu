@@ -1,33 +1,33 @@
 // y [M, N] = x [M, K] times w [N, K] of 4 bits, transposed, for Hopper (sm_90a) and many rows of x, bound by the tensor
 // cores. many_rows.py compiles and launches it.
 //
-// As in few_rows.cu, w is wgmma's A operand, in registers, and the main loop is the same (chunks.cuh). But each unpacked
-// weight is multiplied by COLS = 256 rows of x instead of 64.
+// As in few_rows.cu, w is wgmma's A operand, in registers, and the main loop is the same (chunks.cuh). But each
+// unpacked weight is multiplied by COLS = 256 rows of x instead of 64.
 //
 // Back-of-the-envelope estimate for a chunk of 128 of K, 128 rows of w and 256 of x, in cycles per SM:
 //   tensor cores   2 * 128 * 256 * 128 FLOP at 4096 a cycle                                             2048
 //   unpacking      2 halves of 100 instructions of 8 warps, on four schedulers                           400
 //   shared memory  x read by two warpgroups and written once, 192 KiB; w 8 KiB written and read, at 128  1664
 //   L2             half of x and w with its scales, 41 KiB, by two CTAs that share x: 20 bytes a cycle
-// N = K = 8192 and M = 1024 are 128 tiles of two CTAs for 66 clusters, 2 waves of 64 chunks: 150 us at 1.75 GHz. Besides,
-// a tile takes 3000 cycles for its first loads and its stores, which overlap only the loads of the next tile.
+// N = K = 8192 and M = 1024 are 128 tiles of two CTAs for 66 clusters, 2 waves of 64 chunks: 150 us at 1.75 GHz.
+// Besides, a tile takes 3000 cycles for its first loads and its stores, which overlap only the loads of the next tile.
 //
 // CTAs are persistent. A CTA has GROUPS = 2 consumer warpgroups, with 64 rows of w each, and a producer warpgroup, of
-// which one thread fills the pipeline stages. The CTAs of a cluster have adjacent rows of w and the same rows of x; each
-// loads its share of x and multicasts it. Grouped tile order: RASTER tiles along the rows of x, then the next rows of w,
-// so that concurrent tiles find their operands in L2.
+// which one thread fills the pipeline stages. The CTAs of a cluster have adjacent rows of w and the same rows of x;
+// each loads its share of x and multicasts it. Grouped tile order: RASTER tiles along the rows of x, then the next rows
+// of w, so that concurrent tiles find their operands in L2.
 //
 // After the chunks of a tile the producer leaves one stage without loads. The consumers write their part of y there, 64
-// columns by 256 rows each, by stmatrix, and store it by TMA with 128-byte swizzle. Meanwhile the other stages are filled
-// with chunks of the next tile.
+// columns by 256 rows each, by stmatrix, and store it by TMA with 128-byte swizzle. Meanwhile the other stages are
+// filled with chunks of the next tile.
 //
 // TMA zero-fills the rows past the end of x and clips the stores past the end of y. Stale shared memory past the last
 // row of w is multiplied, but not stored.
 //
 // Barriers and their arrivals per phase: full[s] 1 and the bytes of a chunk, no bytes for the stage without loads;
-// empty[s] 8 from each CTA of the cluster, one lane of each consumer warp. The n-th wait on a full barrier is for parity
-// n & 1, on an empty barrier for the opposite. The CTAs of a cluster use the same stages in the same order. Named
-// barriers 1 and 2 belong to one consumer each.
+// empty[s] 8 from each CTA of the cluster, one lane of each consumer warp. The n-th wait on a full barrier is for
+// parity n & 1, on an empty barrier for the opposite. The CTAs of a cluster use the same stages in the same order.
+// Named barriers 1 and 2 belong to one consumer each.
 //
 // Defined by the launcher: NVFP4 (or MXFP4), FP16 (or bf16), COLS, GROUPS, STAGES, CLUSTER (1 or 2).
 
