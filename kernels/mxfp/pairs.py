@@ -22,7 +22,7 @@ nvfp4               13.5      29 us       7.5    32 us                          
 mxfp4, stochastic   17.4      37 us       9.3    40 us                              40 us; 5 of them are Philox
 
 NVFP4's products are rounded to fp32. Of these bf16 has the upper half; where the lower half is not zero its last bit is
-set (rounding to odd). It has more than two bits behind the last place of e2m1, so that what is rounded next is rounded
+set (rounding to odd). It has more than two bits below the last place of e2m1, so that what is rounded next is rounded
 as the number in fp32 is (Boldo and Melquiond 2008, doi:10.1109/TC.2007.70819).
 """
 
