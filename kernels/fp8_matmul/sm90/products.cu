@@ -42,13 +42,13 @@
 //
 // There is no deadlock. A producer waits only for consumers, which all process the same sequence of K-blocks. A
 // consumer waits only for full stages and for the other consumer to issue its wgmmas of the same or the previous
-// K-block, which that one does without waiting for a promotion. At the end the CTAs of a cluster wait for each other,
+// K-block, which the other does without waiting for a promotion. At the end the CTAs of a cluster wait for each other,
 // so that none writes into the shared memory of one that has exited.
 //
 // Defined by the launcher: SCALING, A_E4M3, B_E4M3, OUT32 (y is fp32; else FP16 or bf16), BIAS (0 none, 1 bf16, 2 fp16,
-// 3 fp32), BLOCK_M, BLOCK_N, TURNS (ping-pong consumers), PASSES (1 to 3), LATE (a stage is released after the wgmmas
-// of the next K-block are issued), STAGES, RASTER (height of a group in the grouped tile order, in rows of clusters),
-// CLUSTER (1 or 2).
+// 3 fp32), BLOCK_M, BLOCK_N, TURNS (ping-pong consumers), PASSES (1 to 3: with TURNS a consumer issues its wgmmas after
+// this many of the four wgmmas of the other's K-block), LATE (a stage is released after the wgmmas of the next K-block
+// are issued), STAGES, RASTER (height of a group in the grouped tile order, in rows of clusters), CLUSTER (1 or 2).
 
 constexpr int BLOCK_K = 128, CONSUMERS = 2;
 

@@ -44,8 +44,9 @@
 // has exited.
 //
 // Defined by the launcher: WEIGHTS, A_E4M3, B_E4M3, OUT32 (out is fp32; else FP16 or bf16), BLOCK_N, TURNS (ping-pong
-// consumers), PASSES (1 to 3), LATE (a stage is released after the wgmmas of the next K-block are issued), STAGES,
-// RASTER (height of a group in the grouped tile order), CLUSTER (1 or 2).
+// consumers), PASSES (1 to 3: with TURNS a consumer issues its wgmmas after this many of the four wgmmas of the other's
+// K-block), LATE (a stage is released after the wgmmas of the next K-block are issued), STAGES, RASTER (height of a
+// group in the grouped tile order), CLUSTER (1 or 2).
 
 #define SCALING (WEIGHTS ? 3 : 2)
 constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
