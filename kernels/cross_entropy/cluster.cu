@@ -1,7 +1,7 @@
 // Cross entropy and its gradient in one pass for Hopper (sm_90a): a thread block cluster for each row, which holds the
 // row in registers from load to store. cluster.py compiles and launches it; terms.py has the arithmetic in Triton.
 //
-// Napkin maths, 8192 x 128256 bf16 on one NVIDIA H200 (132 SMs, a copy at 4254 GB/s, 1980 MHz):
+// Back-of-the-envelope estimate, 8192 x 128256 bf16 on one NVIDIA H200 (132 SMs, a copy at 4254 GB/s, 1980 MHz):
 //   floor      2.1 GB read and 2.1 GB written, 988 us: 16 KB in and 16 KB out a microsecond and SM.
 //   in flight  8 CTAs a row, 256 threads, 8 vectors of 16 bytes each: a CTA has 32 KB of a row. With 64 registers a
 //              thread, 4 CTAs are resident, so a CTA may take 8 us from its first load to its last store. Of these the
@@ -12,8 +12,8 @@
 //              units compute. Keeping the first one would take the registers of another resident CTA.
 //
 // The kernel is not persistent: CTAs of several rows are resident on an SM and overlap loads, waits and stores. A CTA:
-//   1 arrives at the cluster barrier, loads the target and then, unless the row is ignored, its slice of the row
-//   2 waits at the cluster barrier: all CTAs of the cluster then run, and their shared memory may be written
+//   1 arrives on the cluster barrier, loads the target and then, unless the row is ignored, its slice of the row
+//   2 waits on the cluster barrier: all CTAs of the cluster then run, and their shared memory may be written
 //   3 each warp computes its maximum m and then s = sum of exp(x - m), and writes both into every CTA of the cluster by
 //     st.async, which completes transaction bytes of the receiver's mbarrier
 //   4 waits for the parts of all warps of the cluster. No more writes to its shared memory follow, so it may exit.

@@ -1,4 +1,4 @@
-"""The forward with the gradient for Hopper in CUDA C++ (cluster.cu): which problems it takes, and its launch."""
+"""The forward with the gradient for Hopper in CUDA C++ (cluster.cu): which problems it supports, and its launch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAYOUT = "PPPPPPPPiiiiqqqqfff"
 def unsupported_reason(
     vocab: int, dtype: torch.dtype, layout: str, weighted: bool, softcap: bool, capability: tuple[int, int]
 ) -> str | None:
-    """Why no cluster of CTAs can take such rows, or None. `layout` as `layout.alignment` found it."""
+    """Why cluster.cu does not support such rows, or None. `layout` is the result of `layout.alignment`."""
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     narrowest, widest = (vectors * 16 // dtype.itemsize for vectors in (NARROWEST, WIDEST))
@@ -48,9 +48,10 @@ def cluster_launch(
     loss: Loss,
     layout: Scratch,
 ) -> Callable[..., None]:
-    """Returns a function of (logits, target, weight, sum of weights, loss, z-loss, lse, scratch, gradient) like these,
-    for which `unsupported_reason` is None. It writes the gradient, lse if that is returned, and the partial sums or the
-    loss and z-loss of each row. `at` and `to`: how the rows of logits and gradient are addressed."""
+    """Returns a function of (logits, target, weight, sum of weights, loss, z-loss, lse, scratch, gradient), with the
+    properties of these, for which `unsupported_reason` is None. It writes the gradient, lse if that is returned, and
+    the partial sums or the loss and z-loss of each row. `at` and `to`: how the rows of logits and gradient are
+    addressed."""
     rows, vocab, per_vector = target.numel(), logits.shape[-1], vector(logits.dtype)
     defines = (
         f"CLUSTER={config.ctas}",

@@ -39,8 +39,8 @@ class NarrowFwdConfig(NarrowConfig):
 
 @dataclass(frozen=True)
 class WideFwdConfig:
-    """A CTA a row, in chunks of `unroll` 16-byte vectors a thread; of grad_unroll in the second pass, which writes the
-    gradient. `eviction` is the L2 policy of the first pass."""
+    """One CTA per row, in chunks of `unroll` 16-byte vectors per thread; of grad_unroll in the second pass, which
+    writes the gradient. `eviction` is the L2 policy of the first pass."""
 
     unroll: int
     grad_unroll: int
@@ -50,7 +50,7 @@ class WideFwdConfig:
 
 @dataclass(frozen=True)
 class WideBwdConfig:
-    """A CTA for each tile of block_n columns of a row. `eviction`: L2 policy of the loads of the logits."""
+    """One CTA per tile of block_n columns of a row. `eviction`: L2 policy of the loads of the logits."""
 
     block_n: int
     num_warps: int
@@ -81,15 +81,15 @@ def pick_fwd_config(
     """Configuration of the forward in Triton, with or without the gradient. Pure.
 
     `aligned`: every row begins and ends on a 16-byte boundary. `spread`: label smoothing with class weights, for which
-    a thread holds the weights of its columns too.
+    a thread also holds the weights of its columns.
 
     Up to 4096 columns: tiles of entire rows. A thread has 32 columns; half of that with the gradient, and half again
     with `spread`, as each doubles the registers of a column. 64 registers a thread; 128 with `spread` or a softcap,
     which would spill with 64.
 
-    Beyond: a CTA a row, in chunks. The loss alone reads a row once: 8 warps with 4 vectors a thread saturate memory.
-    With the gradient a row is read twice, and the rows in flight must stay in L2 between: up to 64 KiB a row, CTAs of
-    16 warps, four an SM; beyond, CTAs of 32 warps, one an SM.
+    Wider: one CTA per row, in chunks. The loss alone reads a row once: 8 warps with 4 vectors per thread saturate
+    memory. With the gradient a row is read twice, and the rows in flight must stay in L2 in between: up to 64 KiB per
+    row, CTAs of 16 warps, four per SM; above, CTAs of 32 warps, one per SM.
 
     Record: "Chunks of the forward", "The gradient in the forward" and "Narrow rows" in EXPERIMENTS.md (H200).
     """
@@ -118,7 +118,7 @@ def pick_cluster_config(vocab: int, dtype: torch.dtype, terms: bool) -> ClusterC
 
 
 def cluster_config(ctas: int, threads: int, vocab: int, dtype: torch.dtype, terms: bool) -> ClusterConfig:
-    """A row over that many CTAs, in multiples of an L2 line. As many CTAs are resident as fit without a spill."""
+    """A row split over that many CTAs, in multiples of an L2 line. As many CTAs are resident as fit without a spill."""
     line = LINE // VECTOR
     vectors = vocab * dtype.itemsize // VECTOR
     part = triton.cdiv(triton.cdiv(vectors, ctas), line) * line

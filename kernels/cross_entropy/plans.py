@@ -1,6 +1,6 @@
 """Launch plans of cross_entropy: everything about a call that does not change with the tensors' contents and addresses.
 
-Napkin maths, bf16, R rows of V, one NVIDIA H200 that copies 4254 GB/s:
+Estimate, bf16, R rows of V, one NVIDIA H200 that copies 4254 GB/s:
   forward             reads the logits                       2·R·V bytes   16384 x 32000: 1.05 GB, 246 us
   backward            reads them, writes their gradient      4·R·V bytes   16384 x 32000: 2.10 GB, 493 us
   forward + gradient  the same, and no other backward        4·R·V bytes   16384 x 32000: 2.10 GB, 493 us

@@ -308,7 +308,7 @@ def _candidates(case: Case) -> list[configs.Config]:
     ]
 
 
-# When a turn passes and a slot is given back, other than by default.
+# (passes, late) of CudaConfig, other than the default.
 OPTIONS = ((1, False), (3, False), (1, True), (2, True), (3, True))
 
 

@@ -12,8 +12,8 @@ MIN_BLOCK_M, MIN_BLOCK_K = 16, 32  # what tl.dot takes of fp8
 
 @dataclass(frozen=True)
 class Config:
-    """A CTA for each tile of block_m rows of a by block_n rows of b, of which it takes block_k of k at a time.
-    `group_m` tiles of rows follow each other before the next column of tiles."""
+    """One CTA per tile of block_m rows of a by block_n rows of b, with K-blocks of block_k. Grouped tile order:
+    `group_m` vertically adjacent tiles before the next column of tiles."""
 
     block_m: int
     block_n: int
@@ -25,12 +25,16 @@ class Config:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu: steps of the ring, rows of tiles that follow each other, CTAs below each other that share what
-    they read of b (1 or 2), columns of a tile, and whether its two consumers take turns at the tensor cores. 256
-    columns are for sums that the tensor cores keep; 192 and 128 for those that are promoted. A turn passes when
-    `passes` of a step's four wgmmas are done. Where scales are of blocks, a tile of 128 columns may have 256 rows
-    (`block_m`), of which each consumer multiplies 64 after the other. With `late`, which tiles of 192 columns or 256
-    rows can have, a step's slot is given back when the next step has started."""
+    """Configuration of products.cu.
+
+    - `stages`: pipeline stages.
+    - `raster`: height of a group in the grouped tile order, in rows of clusters.
+    - `cluster`: 1, or 2 CTAs with vertically adjacent tiles, which share b by TMA multicast.
+    - `block_n`: 256 without promotion, 192 or 128 with it. `block_m`: 128; with block scales and `block_n` 128 also
+      256, of which each consumer computes two parts of 64 rows in sequence.
+    - `turns`: ping-pong. A consumer issues its wgmmas when `passes` of the four wgmmas of the other consumer's K-block
+      have completed.
+    - `late`: a stage is released after the wgmmas of the next K-block are issued. Only for 192 columns or 256 rows."""
 
     stages: int
     raster: int
@@ -44,8 +48,8 @@ class CudaConfig:
 
 @dataclass(frozen=True)
 class FewConfig:
-    """Of few_rows.cu: a CTA has `rows` of a by 64 `groups` rows of b and `stages` of its pipeline, a cluster one CTA
-    for each of `splits` parts of k, and an SM room for `resident` CTAs."""
+    """Configuration of few_rows.cu: a CTA computes `rows` rows of a by 64 `groups` rows of b with `stages` pipeline
+    stages. A cluster has one CTA for each of `splits` split-K partitions. `resident` CTAs fit on an SM."""
 
     rows: int
     groups: int
@@ -58,10 +62,10 @@ FEW_ROWS = 128  # up to which CUDA C++ is few_rows.cu, above products.cu
 
 
 def pick_backend(backend: str, possible: bool) -> str:
-    """The version that runs; `possible`: CUDA C++ can, which is the faster one in every case that was recorded on an
+    """The version that runs; `possible`: whether CUDA C++ can, which is faster in every case that was recorded on an
     H200 and an H100. Pure.
 
-    Up to 128 rows (FEW_ROWS) the time is that of reading b, of which few_rows.cu has more in flight, in more CTAs.
+    Up to 128 rows (FEW_ROWS) the reads of b bind; few_rows.cu has more of them in flight, in more CTAs.
     """
     if backend == "auto":
         return "cuda" if possible else "triton"
@@ -71,15 +75,15 @@ def pick_backend(backend: str, possible: bool) -> str:
 def pick_config(
     rows: int, cols: int, depth: int, blocked: bool, fast_accum: bool, capability: tuple[int, int]
 ) -> Config:
-    """The configuration of one product. Pure.
+    """The configuration of the Triton kernel. Pure.
 
-    - Steps of 128 bytes of k: a line of shared memory, and what has a scale of its own, so that scales of blocks need
-      this step. Else 64 on sm_89, which has 99 KiB of it.
-    - Two sets of accumulators, the tensor core's and fp32, are 128 registers a thread with a tile of 128 x 128 in 8
+    - K-blocks of 128 bytes: a row of swizzled shared memory. Block scales require them, since 128 elements share a
+      scale. Without block scales 64 on sm_89, which has 99 KiB of shared memory.
+    - Two sets of accumulators, the tensor cores' and fp32, are 128 registers a thread with a tile of 128 x 128 in 8
       warps. Without the second (`fast_accum`), a tile is twice as wide and loads 48 KiB where two narrow ones load 64.
-    - Up to 64 rows the reading of b is what takes the time: narrower tiles, and on Hopper and later a ring of 8 steps.
-      With 8192 rows of b two CTAs an SM then have 56 KiB of them on their way, where 32 KiB an SM are needed
-      (4254 GB/s for 1 us); of tiles of 64 in a ring of 4 it was one CTA with 24 KiB.
+    - Up to 64 rows the reads of b bind: narrower tiles, and on Hopper and later 8 pipeline stages. With 8192 rows of b
+      two CTAs per SM then have 56 KiB of b in flight, where 32 KiB per SM are needed (4254 GB/s for 1 us); with tiles
+      of 64 and 4 stages it was one CTA with 24 KiB.
 
     By this estimate; not searched.
     """
@@ -99,12 +103,12 @@ def pick_config(
 def pick_cuda_config(rows: int, cols: int, depth: int, scaling: int) -> CudaConfig:
     """The configuration of products.cu. Pure.
 
-    - Two CTAs share b: up to 9 % faster with scales of 1x128, 3 % with others (measured on one H200, of tiles of
+    - Two CTAs share b: up to 9 % faster with scales per 1x128, 3 % with others (measured on one H200, with tiles of
       128 x 128).
-    - 16 rows of tiles follow each other.
-    - Of blocks, tiles of 192 or 128 columns: which takes less time by STEP_NS, all CTAs' rounds together.
-    - As many steps as there is room for, at most six of 128 columns.
-    - Two consumers with a set of sums each take turns; one with two sets always has a step under way.
+    - Groups of 16 vertically adjacent tiles in the tile order.
+    - With block scales tiles of 192 or 128 columns, whichever takes less time by STEP_NS over all waves of tiles.
+    - As many stages as fit into shared memory, at most six with 128 columns.
+    - Ping-pong where a consumer has one set of wgmma accumulators; with two sets its wgmmas overlap its own promotion.
     """
     cluster = 2
     if scaling == 0:
@@ -116,7 +120,7 @@ def pick_cuda_config(rows: int, cols: int, depth: int, scaling: int) -> CudaConf
     return CudaConfig(stages, raster=16 // cluster, cluster=cluster, block_n=block_n, turns=block_n == 192)
 
 
-#: What a CTA takes for 128 of k, by the scaling and the columns of its tile, measured on one H200 (EXPERIMENTS.md).
+#: Time of a K-block of 128 by the scaling and the columns of a tile, in ns, measured on one H200 (EXPERIMENTS.md).
 STEP_NS = {2: {128: 440, 192: 620}, 3: {128: 550, 192: 810}}
 SMS = 132
 
@@ -124,10 +128,12 @@ SMS = 132
 def pick_few_config(rows: int, cols: int, depth: int, scaling: int, sms: int = SMS) -> FewConfig:
     """The configuration of few_rows.cu. Pure.
 
-    - 128 rows of b to a CTA, of which an SM has two; one where the sums of more than 64 rows of a take the registers.
-    - k in 1, 2, 4 or 8 parts, by waves of clusters times the steps of each; starting a cluster and adding up
-      its parts counts as two steps for each part. Within 5 % of the best of all on one H200 (EXPERIMENTS.md).
-    - As many steps in the ring as shared memory has room for, at most 8.
+    - A CTA has 128 rows of b. Two CTAs fit on an SM; one with more than 64 rows of a, whose accumulators need the
+      registers.
+    - 1, 2, 4 or 8 split-K partitions, by the number of waves of clusters times the K-blocks of a CTA. Starting a
+      cluster and reducing its partitions counts as two K-blocks per partition. Within 5 % of the best of all on one
+      H200 (EXPERIMENTS.md).
+    - As many pipeline stages as fit into shared memory, at most 8.
     """
     tile_m = next(size for size in (8, 16, 32, 64, 128) if rows <= size or size == 128)
     groups, steps = 2, -(-depth // 128)
@@ -141,32 +147,32 @@ def pick_few_config(rows: int, cols: int, depth: int, scaling: int, sms: int = S
 
 
 def few_config(rows: int, groups: int, splits: int, scaling: int) -> FewConfig:
-    """With as many steps as 224 KiB hold for the CTAs of an SM, at most 8."""
+    """The configuration with as many stages as fit into 224 KiB for the CTAs of an SM, at most 8."""
     resident = few_resident(rows, groups)
     stages = min(8, (224 << 10) // resident // few_step_bytes(rows, groups, scaling))
     return FewConfig(rows, groups, splits, stages, resident)
 
 
 def few_resident(rows: int, groups: int) -> int:
-    """How many CTAs an SM's registers hold: four warpgroups with sums of 64 rows, two with those of 128."""
+    """How many CTAs fit into an SM's registers: four warpgroups with accumulators of up to 64 rows, two of 128."""
     return max(1, (4 if rows <= 64 else 2) // groups)
 
 
 def few_step_bytes(rows: int, groups: int, scaling: int) -> int:
-    """Of a step of few_rows.cu in shared memory: both operands, scales of blocks, and two barriers."""
+    """Bytes of a pipeline stage of few_rows.cu: both operands, block scales, and two barriers."""
     scales = 0 if scaling == 1 else rows + (64 * groups if scaling == 3 else 4)
     return (rows + 64 * groups) * 128 + 4 * scales + 16
 
 
 def _clusters(sms: int, resident: int, size: int) -> int:
-    """How many clusters of `size` CTAs run at once, with `resident` CTAs an SM. A cluster lies within a GPC, so that of
-    132 SMs those of 4 and of 8 CTAs leave 12 without work (the driver's count on one H200)."""
+    """How many clusters of `size` CTAs run at once, with `resident` CTAs per SM. A cluster lies within a GPC, so that
+    clusters of 4 and of 8 CTAs leave 12 of 132 SMs idle (the driver's count on one H200)."""
     usable = sms if size <= 2 else sms * 10 // 11
     return usable * resident // size
 
 
 def _step_ns(rows: int, cols: int, cluster: int, scaling: int, block_n: int) -> int:
-    """Of all rounds for 128 of k, with tiles of 128 rows, `cluster` of them below each other."""
+    """Time of all waves of tiles for one K-block, with tiles of 128 rows and clusters of `cluster` of them."""
     clusters = -(-rows // (128 * cluster)) * -(-cols // block_n)
     return -(-clusters // (SMS // cluster)) * STEP_NS[scaling][block_n]
 
@@ -177,5 +183,5 @@ def _power(size: int) -> int:
 
 
 def _fit(size: int, most: int) -> int:
-    """The block of a dimension: `most`, or what a smaller dimension fills."""
+    """The block of a dimension: `most`, or for a smaller dimension its next power of two, at least 16."""
     return max(16, min(most, _power(size)))

@@ -1,14 +1,15 @@
-"""fp8_matmul: the product in Triton.
+"""fp8_matmul: the GEMM in Triton.
 
-Napkin maths, one NVIDIA H200 (1979 TFLOP/s of fp8 by the data sheet, about 1500 of a measured product, 4254 GB/s):
+Back-of-the-envelope estimate, one NVIDIA H200 (1979 TFLOP/s of fp8 by the data sheet, about 1500 by a measured GEMM,
+4254 GB/s):
 
   M x K x N               FLOPs         bytes, bf16 out   computing   reading and writing
   8192 x 8192 x 8192      1.10 TFLOP        268 MB         733 us          63 us
   4096 x 7168 x 2112      124 GFLOP          62 MB          83 us          15 us
   8192 x 4096 x 11008     739 GFLOP         259 MB         492 us          61 us
 
-So the tensor cores bind. On Hopper they add fp8 products with some 14 bits, each sum aligned to its largest term. An
-fp32 sum in registers is therefore kept beside theirs: `PROMOTE`, every BLOCK_K of k.
+So the tensor cores bind. On Hopper they accumulate fp8 products with some 14 bits, aligned to the largest product. So
+their accumulators are promoted: added to fp32 registers after each K-block (`PROMOTE`).
 """
 
 from __future__ import annotations

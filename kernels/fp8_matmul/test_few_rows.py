@@ -45,8 +45,8 @@ def test_every_size_has_a_configuration(scaling: int) -> None:
 
 
 def test_its_clusters_run_at_once() -> None:
-    """8192 x 8192 in 64 clusters of 2 CTAs, two an SM: of clusters of 4 no more than 62 fit by the driver's count, so
-    that two would come after all others."""
+    """8192 x 8192 in 64 clusters of 2 CTAs, two CTAs per SM. Of clusters of 4 at most 62 run at once by the driver's
+    count, so that the last two would be a second wave."""
     assert configs.pick_few_config(16, 8192, 8192, 2) == configs.FewConfig(16, 2, 2, 6, 2)
     assert configs.pick_few_config(64, 8192, 8192, 2) == configs.FewConfig(64, 2, 2, 4, 2)
     assert configs.pick_few_config(128, 8192, 8192, 2) == configs.FewConfig(128, 2, 2, 6, 1)
@@ -91,7 +91,7 @@ def test_host_and_device_agree() -> None:
 @SCALINGS
 @pytest.mark.parametrize("rows", [*FEW, 65, 128])
 def test_it_is_right(compiler, rows: int, scaling: str) -> None:
-    """Tails of every dimension, one step and many, and repeats that agree bit for bit."""
+    """Tails of every dimension, one K-block and many, and repeats that agree bit for bit."""
     for k, n in ((16, 16), (272, 144), (1040, 400), (2064, 528), (8192, 48), (384, 1232)):
         a, b, *scales = operands(rows, k, n, scaling)
         bias = torch.randn(n, device="cuda")
@@ -105,7 +105,8 @@ def test_it_is_right(compiler, rows: int, scaling: str) -> None:
 @SCALINGS
 @pytest.mark.parametrize(("splits", "groups", "stages"), list(itertools.product((1, 2, 4, 8), (1, 2, 4), (3, 4))))
 def test_every_configuration(compiler, monkeypatch, splits: int, groups: int, stages: int, scaling: str) -> None:
-    """More parts than steps too, several tiles of rows, and of b with one square of scales and with two."""
+    """Also more split-K partitions than K-blocks, several tiles along M, and tiles with one and two 128x128 blocks of
+    b."""
     for tile_m, (m, k, n) in itertools.product((8, 16, 32, 64, 128), ((67, 1552, 656), (3, 144, 176))):
         if tile_m * groups > 64 * 4:
             continue  # more than an SM's registers
@@ -142,7 +143,7 @@ def test_every_dtype(compiler, scaling: str, out_dtype: torch.dtype, bias: torch
 @ON_HOPPER
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_fast_accum_is_a_permission(compiler, scaling: str) -> None:
-    """Sums of 128 terms are added in fp32 all the same."""
+    """Accumulators are promoted after each K-block of 128 all the same."""
     a, b, *scales = operands(33, 2064, 528, scaling)
     want = fp8_matmul(a, b, *scales, out_dtype=torch.float32, backend="cuda")
     assert torch.equal(fp8_matmul(a, b, *scales, out_dtype=torch.float32, fast_accum=True, backend="cuda"), want)
@@ -150,7 +151,7 @@ def test_fast_accum_is_a_permission(compiler, scaling: str) -> None:
 
 @ON_HOPPER
 def test_layouts(compiler) -> None:
-    """Operands within wider rows and off a boundary, and scales column by column."""
+    """Operands within wider rows and unaligned, and column-major scales."""
     a, b, scale_a, scale_b = operands(21, 656, 272, "1x128")
     want = fp8_matmul(a, b, scale_a, scale_b, backend="cuda")
     wide_a, wide_b = (torch.zeros(len(t), 704, dtype=torch.uint8, device="cuda") for t in (a, b))
@@ -175,7 +176,7 @@ def test_what_is_not_finite_stays_in_its_row_and_column(compiler, scaling: str) 
 
 @ON_HOPPER
 def test_in_a_graph_and_on_streams(compiler) -> None:
-    """No memory is shared between calls: several at once do not disturb each other."""
+    """Calls share no workspace: several can run at once."""
     inputs = [operands(16, 2048, 2048, "128x128") for _ in range(4)]
     want = [fp8_matmul(*each, backend="cuda") for each in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]

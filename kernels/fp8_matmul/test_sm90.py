@@ -45,8 +45,8 @@ def test_where_it_cannot_run_is_an_error() -> None:
 
 
 def test_what_a_launch_is_told_of_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of the scaling in products.cu and few_rows.cu, and the strides of both scales, which are read in
-    place. The tensor cores keep the sum only with fast accumulation, and only where there are many rows."""
+    """SCALING of products.cu and few_rows.cu, and the strides of both scales, which are read in place. There is no
+    promotion only with fast accumulation and many rows."""
     told = []
 
     def noting(module: object) -> Any:
@@ -167,8 +167,8 @@ def test_every_candidate_fits_into_shared_memory() -> None:
 
 
 def test_which_tiles_it_has() -> None:
-    """Of blocks those whose rounds take fewer cycles: 132 CTAs take 8192 x 8192 in 21 rounds of 192 columns or 32 of
-    128, and 256 columns of few rows in one round of two tiles either way."""
+    """With block scales the tile whose waves take fewer cycles: on 132 CTAs 8192 x 8192 is 21 waves of 192 columns or
+    32 of 128; 256 columns of few rows are two tiles in one wave either way."""
     picked = [configs.pick_cuda_config(rows, cols, 8192, 2).block_n for rows, cols in ((8192, 8192), (200, 256))]
     assert picked == [192, 128]
 
@@ -224,7 +224,7 @@ def test_every_dtype(compiler, scaling: str, out_dtype: torch.dtype, bias: torch
 def test_more_tiles_than_sms(
     compiler, monkeypatch, scaling: str, block_m: int, block_n: int, turns: bool, k: int
 ) -> None:
-    """Every CTA goes through several rounds, of one, two and ten steps; repeats agree bit for bit."""
+    """Every CTA computes several tiles, of one, two and ten K-blocks; repeats agree bit for bit."""
     skip_a_single_block(scaling, block_m, block_n, k)
     config = configs.CudaConfig(4, 8, 2, block_n, turns, block_m=block_m)
     monkeypatch.setattr(configs, "pick_cuda_config", lambda *_: config)
@@ -261,7 +261,7 @@ def test_tiles_change_no_bit(
 def test_options_change_no_bit(
     compiler, monkeypatch, options: tuple[int, bool], block_m: int, block_n: int, scaling: str, m: int, k: int, n: int
 ) -> None:
-    """In the shortest ring as well, and again and again."""
+    """Also with the fewest stages, and repeatedly."""
     skip_a_single_block(scaling, block_m, block_n, k)
     a, b, *scales = operands(m, k, n, scaling)
     want = fp8_matmul(a, b, *scales, backend="cuda")

@@ -12,8 +12,8 @@ MIN_BLOCK_M, MIN_BLOCK_K = 16, 32  # what tl.dot takes of fp8; the tile list has
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """Tiles of `block_m` rows (by `pick_block_m`) by `block_n` columns, walked by `ctas` persistent CTAs an SM, in
-    steps of `block_k` terms: 128, which have a scale, or all. `raster` row tiles follow each other before the next
+    """Tiles of `block_m` rows (by `pick_block_m`) by `block_n` columns, computed by `ctas` persistent CTAs per SM, with
+    K-blocks of `block_k`: 128, which share a scale, or all of K. Grouped tile order: `raster` row tiles before the next
     column, so that they share a weight's columns in L2."""
 
     block_n: int
@@ -26,8 +26,8 @@ class RowsConfig:
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    """A CTA for each tile of `block_n` by `block_k` of a weight's gradient, which is summed over 128 rows at a time.
-    `raster` tiles follow each other before the next column of tiles."""
+    """One CTA per tile of `block_n` by `block_k` of a weight's gradient, summed over blocks of 128 rows. Grouped tile
+    order: `raster` vertically adjacent tiles before the next column of tiles."""
 
     block_n: int
     block_k: int
@@ -38,10 +38,15 @@ class WeightsConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu: steps of the ring, row tiles that follow each other, CTAs beside each other that share what they
-    read of a (1 or 2), columns of a tile (192 or 128), and whether its two consumers take turns at the tensor cores.
-    A turn passes when `passes` of a step's four wgmmas are done; with `late`, which 192 columns can have, a step's slot
-    is given back when the next step has started."""
+    """Configuration of products.cu.
+
+    - `stages`: pipeline stages.
+    - `raster`: height of a group in the grouped tile order, in row tiles.
+    - `cluster`: 1, or 2 CTAs with horizontally adjacent tiles, which share a by TMA multicast.
+    - `block_n`: 192 or 128.
+    - `turns`: ping-pong. A consumer issues its wgmmas when `passes` of the four wgmmas of the other consumer's K-block
+      have completed.
+    - `late`: a stage is released after the wgmmas of the next K-block are issued. Only for 192 columns."""
 
     stages: int
     raster: int
@@ -66,19 +71,20 @@ def pick_backend(backend: str, rows: int, groups: int, of_weights: bool, possibl
 
 
 def pick_block_m(rows: int, groups: int) -> int:
-    """Rows of a tile of Triton's: 128, less where a group has fewer rows on average, since a tile holds rows of one
-    group alone. Pure. By what a tile costs; not measured yet."""
+    """Rows of a tile in Triton: 128, less where a group has fewer rows on average, since a tile has rows of only one
+    group. Pure. Estimated from the cost of a tile; not measured yet."""
     return max(MIN_BLOCK_M, min(128, _power(rows // max(1, groups))))
 
 
 def pick_rows_config(cols: int, depth: int, block_m: int, capability: tuple[int, int]) -> RowsConfig:
-    """Configuration of the forward. Pure.
+    """Configuration of the forward in Triton. Pure.
 
-    - Two sets of sums, the tensor core's and fp32, are 128 registers a thread with 128 x 128 sums in 8 warps.
-    - Steps of 128 bytes of k: a line of shared memory, and what has a scale.
-    - With few rows a weight is read for little: narrower tiles, two CTAs an SM.
+    - Two sets of accumulators, the tensor cores' and fp32, are 128 registers a thread with tiles of 128 x 128 in 8
+      warps.
+    - K-blocks of 128 bytes: a row of swizzled shared memory and one scale block.
+    - With few rows a weight is read for little computation: narrower tiles, two CTAs per SM.
 
-    By these sums; not measured yet.
+    Estimated; not measured yet.
     """
     block_k = max(MIN_BLOCK_K, min(128, _power(depth)))
     if block_m <= 64:
@@ -97,16 +103,17 @@ def pick_weights_config(cols: int, depth: int, capability: tuple[int, int]) -> W
 def pick_cuda_rows_config(groups: int, rows: int, cols: int) -> CudaConfig:
     """Configuration of products.cu for the forward. Pure.
 
-    - Tiles of 192 or 128 columns, and CTAs by themselves or in pairs that share rows of x: which takes less time by
-      ROWS_STEP_NS, all rounds of the CTAs together, of groups of the same size. Where both have as many rounds they are
-      level, and pairs are taken. Of an odd number of columns of tiles pairs have one that is empty: 2048 columns are
-      eleven tiles of 192 in 22 rounds of 64 groups of 512 rows, and twelve of pairs in 24, which took 6 % longer.
-    - As many steps as there is room for, at most six of 128 columns. Two consumers with a set of sums each take turns;
-      one with two sets always has a step under way.
-    - 8 rows of tiles after each other: 4, 8 and 16 are within about 1 % of each other, 32 up to 3 % slower.
+    - Tiles of 192 or 128 columns, and single CTAs or pairs that share rows of x: whichever takes less time by
+      ROWS_STEP_NS over all waves, for groups of the same size. With equally many waves single CTAs and pairs are
+      equally fast, and pairs are picked. With an odd number of column tiles, one tile of the pairs is empty: 2048
+      columns are eleven tiles of 192, in 22 waves with 64 groups of 512 rows. In pairs they are twelve, in 24 waves,
+      which took 6 % longer.
+    - As many stages as fit into shared memory, at most six with 128 columns. Ping-pong where a consumer has one set of
+      wgmma accumulators; with two sets its wgmmas overlap its own promotion.
+    - Groups of 8 row tiles in the tile order: 4, 8 and 16 are within about 1 % of each other, 32 up to 3 % slower.
 
-    Measured on one H200 with 8 and 64 groups of the same size (reports/h200/tune/grouped_gemm_fp8.json): what is picked
-    takes at most 0.6 % longer than the best. Other sizes, and groups of different ones, were not searched.
+    Measured on one H200 with 8 and 64 groups of the same size (reports/h200/tune/grouped_gemm_fp8.json): the picked
+    configuration takes at most 0.6 % longer than the best. Other sizes, and unequal groups, were not searched.
     """
     row_tiles = groups * -(-rows // (128 * max(1, groups)))
     shapes = [(block_n, cluster) for block_n in ROWS_STEP_NS for cluster in (2, 1) if cluster == 1 or cols > block_n]
@@ -118,9 +125,9 @@ def pick_cuda_rows_config(groups: int, rows: int, cols: int) -> CudaConfig:
 def pick_cuda_weights_config(groups: int, rows: int, cols: int, depth: int) -> CudaConfig:
     """Configuration of products.cu for the weights' gradient [groups, cols, depth]. Pure.
 
-    Tiles of 192 or 128 columns: which takes less time by WEIGHTS_NS, all rounds of the CTAs together, of groups of the
-    same size. A tile in fp32 leaves room for a ring of three steps of 192 columns or four of 128, and consumers that
-    take turns are slower with so short a one.
+    Tiles of 192 or 128 columns: whichever takes less time by WEIGHTS_NS over all waves, for groups of the same size.
+    Beside a tile in fp32, shared memory has room for three stages with 192 columns or four with 128. Ping-pong is
+    slower with so few.
     """
     steps = max(1, rows // (128 * max(1, groups)))
     row_tiles = groups * -(-cols // 128)
@@ -134,16 +141,16 @@ def pick_cuda_weights_config(groups: int, rows: int, cols: int, depth: int) -> C
     return CudaConfig(stages=4 if block_n == 128 else 3, raster=8, cluster=cluster, block_n=block_n, turns=False)
 
 
-#: What a CTA takes for 128 terms, by the columns of its tile: the time of 8 groups measured on one H200, divided by
-#: rounds and steps. That of 64 groups gives 1.16 times as much for both widths.
+#: Time of a K-block of 128 by the columns of a tile, in ns: the time of 8 groups measured on one H200, divided by waves
+#: and K-blocks. That of 64 groups gives 1.16 times as much for both widths.
 ROWS_STEP_NS = {128: 498, 192: 682}
-#: Of a weight's gradient: for a tile, and for each 128 terms.
+#: For a weight's gradient, by the columns of a tile, in ns: per tile, and per K-block of 128.
 WEIGHTS_NS = {128: (530, 830), 192: (3380, 790)}
 SMS = 132
 
 
 def _rounds(row_tiles: int, cols: int, block_n: int, cluster: int) -> int:
-    """Tiles that each CTA has, `cluster` of them beside each other."""
+    """Waves: tiles per CTA, with clusters of `cluster` horizontally adjacent tiles."""
     return -(-row_tiles * -(-cols // (cluster * block_n)) // (SMS // cluster))
 
 
@@ -153,5 +160,5 @@ def _power(size: int) -> int:
 
 
 def _fit(size: int, most: int) -> int:
-    """The block of a dimension: `most`, or what a smaller dimension fills."""
+    """The block of a dimension: `most`, or for a smaller dimension its next power of two, at least 16."""
     return max(16, min(most, _power(size)))

@@ -1,14 +1,14 @@
-"""grouped_gemm_fp8: the products in Triton.
+"""grouped_gemm_fp8: the grouped GEMMs in Triton.
 
-Napkin maths, T rows of K, weights [G, N, K], one NVIDIA H200 at 1500 TFLOP/s of fp8 and 4254 GB/s:
+Back-of-the-envelope estimate, T rows of K, weights [G, N, K], one NVIDIA H200 at 1500 TFLOP/s of fp8 and 4254 GB/s:
   forward    y = x · wᵀ, a group's rows with its weight     2·T·N·K FLOPs    bytes T·K + G·N·K + 2·T·N
   dweights   dyᵀ · x over the rows of each group            2·T·N·K FLOPs    bytes T·(N + K) + 4·G·N·K
                                                  FLOPs        floor     forward's bytes    dweights' bytes
   8 groups, 8192 rows, 4096 x 4096               275 GFLOP    183 us    235 MB,  55 us     604 MB, 142 us
   64 groups, 32768 rows, 2048 x 1408             189 GFLOP    126 us    365 MB,  86 us     851 MB, 200 us
-The tensor cores bind the forward; with many groups the fp32 gradients that are written bind dweights. On Hopper tensor
-cores add fp8 products with some 14 bits. An fp32 sum in registers is therefore kept beside theirs, and each sum of 128
-terms is scaled and added to it.
+The forward is bound by the tensor cores, dweights with many groups by the writes of fp32 gradients. On Hopper the
+tensor cores accumulate fp8 products with some 14 bits. So the accumulators of each K-block of 128 are scaled and added
+to fp32 registers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the two public functions ask of their operands, and how these are read."""
+"""What the two public functions require of their operands, and which operands are copied first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The version for Hopper (sm90/): which problems it takes, that it compiles, and on a GPU that it is right."""
+"""The version for Hopper (sm90/): which problems it supports, that it compiles, and on a GPU that it is right."""
 
 from __future__ import annotations
 
@@ -163,9 +163,9 @@ def test_the_configuration(cols: int) -> None:
 
 
 def test_which_tiles_the_forward_has() -> None:
-    """Those whose rounds take less time. Pairs where they take no more rounds: of eleven columns of tiles they make
-    twelve; of the 22 of 4096 columns eleven pairs, and of a single tile's columns none. Groups fill row tiles of their
-    own: 64 of 65 rows take 64 of them, of 128 columns two rounds, of 192 one."""
+    """Those whose waves take less time. Pairs where they need no more waves: eleven column tiles would become twelve,
+    the 22 of 4096 columns become eleven pairs, and a single column tile has no pair. Each group has its own row tiles:
+    64 groups of 65 rows have 64 of them, two waves with 128 columns, one with 192."""
     problems = ((8, 8192, 4096), (64, 32768, 2048), (1, 200, 256), (1, 200, 128), (64, 64 * 65, 384))
     picked = [configs.pick_cuda_rows_config(*problem) for problem in problems]
     assert [(c.block_n, c.cluster) for c in picked] == [(192, 2), (192, 1), (128, 2), (128, 1), (192, 2)]
@@ -232,7 +232,7 @@ def test_it_is_right(
 @pytest.mark.parametrize("n", [16, 336, 400, 448, 576])
 @TILES
 def test_tiles_that_begin_within_a_square(compiler, monkeypatch, block_n: int, turns: int, stages: int, n: int) -> None:
-    """Columns of the forward, of which 192 are one square of scales and half of another; a last pair of one tile."""
+    """In the forward, where 192 columns are one and a half 128x128 scale blocks; also a last pair with one tile."""
     put_in_place(monkeypatch, block_n, turns, stages, cluster=2)
     agrees(grouped_gemm_fp8, forward(SPLITS["ragged"], ROWS, n, 272), backend="cuda")
 
@@ -244,7 +244,7 @@ def test_tiles_that_begin_within_a_square(compiler, monkeypatch, block_n: int, t
 def test_tiles_change_no_bit(
     compiler, monkeypatch, block_n: int, turns: int, stages: int, split: str, out_dtype: torch.dtype
 ) -> None:
-    """Of the forward, against what is picked."""
+    """The forward, against the picked configuration."""
     ends = SPLITS.get(split) or list(itertools.accumulate([1500, 3, 0, 700, 64, 65, 1, 2000, 129, 300]))
     a, b, of_a, of_b, offsets = forward(ends, max(ROWS, ends[-1] + 77), 1424, 528)
     arguments = a, b, of_a / 64, of_b / 64, offsets
@@ -258,7 +258,7 @@ def test_tiles_change_no_bit(
 @pytest.mark.parametrize("split", [*SPLITS, "more tiles than SMs"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options_change_no_bit(compiler, monkeypatch, options: tuple[int, bool], split: str) -> None:
-    """Of the forward, in the shortest ring as well, and again and again."""
+    """The forward, also with the fewest stages, and repeatedly."""
     ends = SPLITS.get(split) or list(itertools.accumulate([1500, 3, 0, 700, 64, 65, 1, 2000, 129, 300]))
     arguments = forward(ends, max(ROWS, ends[-1] + 77), 1424, 528)
     want = grouped_gemm_fp8(*arguments, backend="cuda")
@@ -285,8 +285,8 @@ def test_every_dtype(compiler, function, make, formats: tuple, out_dtype: torch.
 def test_more_tiles_than_sms(
     compiler, monkeypatch, function, make, block_n: int, turns: int, stages: int, out_dtype: torch.dtype
 ) -> None:
-    """Every CTA goes through several rounds, of sums of different lengths in the weights' gradient, and of none;
-    repeats agree bit for bit."""
+    """Every CTA computes several tiles, in the weights' gradient also with different and empty K; repeats agree bit for
+    bit."""
     put_in_place(monkeypatch, block_n, turns, stages, cluster=2)
     sizes = [1500, 3, 0, 700, 64, 65, 1, 2000, 129, 300]
     ends = list(itertools.accumulate(sizes))
@@ -317,7 +317,7 @@ def test_what_is_nan_stays_in_its_group(compiler) -> None:
 @pytest.mark.gpu(min_capability=(9, 0))
 @PRODUCTS
 def test_it_agrees_with_triton(compiler, function, make) -> None:
-    """Of the same sums of 128 terms, in the same scales."""
+    """K-blocks of 128 have the same sums and the same scales."""
     arguments = make(SPLITS["ragged"], ROWS, 528, 400)
     ours, other = (function(*arguments, out_dtype=torch.float32, backend=b) for b in ("cuda", "triton"))
     torch.testing.assert_close(ours, other, rtol=0, atol=1e-3 * other.abs().max().item())

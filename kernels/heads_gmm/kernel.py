@@ -1,13 +1,13 @@
-"""heads_gmm: the forward, in Triton: the heads' products, and a density in their epilogue.
+"""heads_gmm: the forward, in Triton: the heads' GEMMs, and a density in their epilogue.
 
-Napkin maths, bf16, R rows of D = 512, K = 10 heads of H = 1365, one NVIDIA H200 at 790 TFLOP/s and 4254 GB/s:
+Estimate, bf16, R rows of D = 512, K = 10 heads of H = 1365, one NVIDIA H200 at 790 TFLOP/s and 4254 GB/s:
   heads      x · w1ᵀ               2·R·K·H·D FLOPs   205000 rows: 2.87 TFLOP, 3.6 ms; x: 210 MB, 49 us
   density    some 40 instructions a row and head, held by four threads: 3 % of an SM's issue slots
   statistics 16 bytes a row and group of heads, written and read once   205000 rows, two groups: 6.6 MB, 3 us
 The three results of a head, 25 MB of fp32 for 205000 rows, never leave the registers.
 
-Of each row a CTA keeps four numbers over the heads that it has seen, as the online softmax does (Milakov and Gimelshein
-2018, arXiv:1805.02867), in powers of 2 relative to the largest logit:
+A CTA keeps four running statistics per row over the heads that it has processed, as in online softmax (Milakov and
+Gimelshein 2018, arXiv:1805.02867), in powers of 2 relative to the largest logit:
 
     top = max_k logits_k                 weights = Σ_k 2^(a_k),   a_k = log2(e) · (logits_k − top)
     m   = max_k j_k                      density = Σ_k 2^(j_k − m), j_k = a_k − log2(e) · (log_sigma_k + ½ z_k²)

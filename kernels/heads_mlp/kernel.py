@@ -1,9 +1,9 @@
 """heads_mlp: the forward, in Triton.
 
-Napkin maths, bf16, R rows of D = 512, K = 10 heads of H = 1365, O = 3, one NVIDIA H200 at 790 TFLOP/s and 4254 GB/s:
+Estimate, bf16, R rows of D = 512, K = 10 heads of H = 1365, O = 3, one NVIDIA H200 at 790 TFLOP/s and 4254 GB/s:
   forward    x · w1ᵀ                   2·R·K·H·D FLOPs   205000 rows: 2.87 TFLOP, 3.6 ms; x, y: 222 MB, 52 us
   backward   x · w1ᵀ again, dx, dw1    6·R·K·H·D FLOPs   205000 rows: 8.6 TFLOP, 10.9 ms
-The second product is 6·H FLOPs a row and head, 0.6 % of the first. The hidden would be 5.6 GB, 1.3 ms to write and as
+The second GEMM is 6·H FLOPs a row and head, 0.6 % of the first. The hidden would be 5.6 GB, 1.3 ms to write and as
 much to read; here it is in registers. Weights are 14 MB and stay in L2, from which each tile of rows reads them.
 """
 

@@ -13,7 +13,7 @@ TILE = 4096  # elements
 
 @dataclass(frozen=True)
 class Config:
-    """A CTA for each tile of block_m rows by block_n columns, which are whole blocks."""
+    """One CTA per tile of block_m rows by block_n columns, which are whole blocks."""
 
     block_m: int
     block_n: int
@@ -22,7 +22,7 @@ class Config:
 
 @dataclass(frozen=True)
 class UnitsConfig:
-    """A CTA for each `units` units of eight elements."""
+    """One CTA per `units` units of eight elements."""
 
     units: int
     num_warps: int
@@ -30,29 +30,31 @@ class UnitsConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of transposed.cu: steps of 32 rows of a warp, and warps of a CTA, which lie side by side with 64 columns each."""
+    """Configuration of transposed.cu: a warp's iterations of 32 rows, and warps of a CTA, with 64 adjacent columns
+    each."""
 
     steps: int
     warps: int
 
 
 def pick_backend(backend: str, possible: bool) -> str:
-    """The version that quantises; `possible`: CUDA C++ can, which only has blocks along another dimension than the
-    last. Pure.
+    """The version that quantises; `possible`: whether CUDA C++ can, which only supports blocks along a dimension other
+    than the last. Pure.
 
-    CUDA C++ packs the numbers before it transposes them, and rounds two per instruction. On one H100 it takes 0.79 of
+    CUDA C++ packs the elements before it transposes them, and rounds two per instruction. On one H100 it takes 0.79 of
     Triton's time in 8 bits and 0.54 in 4 (reports/h100).
     """
     return backend if backend != "auto" else "cuda" if possible else "triton"
 
 
 def pick_cuda_config(rows: int, dim: int, width: int, sms: int = 132) -> CudaConfig:
-    """The configuration of transposed.cu for x [rows, dim], of which `dim` has the blocks. Pure.
+    """The configuration of transposed.cu for x [rows, dim], whose blocks are along `dim`. Pure.
 
     width   bits of an element
 
-    A warp writes 64 bytes of a row of the result, two sectors of L2, in steps of 32 bytes (mxfp8), or 16 and 24; fewer
-    where an SM would have less than 8 warps. 4 warps read 512 bytes of a row of x. Not tuned.
+    A warp writes 64 bytes of a row of the result, two sectors of L2. An iteration is 32 bytes of them (mxfp8), or 16
+    and 24. There are fewer iterations where an SM would have less than 8 warps. 4 warps read 512 bytes of a row of x.
+    Not tuned.
     """
     steps = 2 if width == 8 else 4
     while steps > 1 and -(-rows // 64) * -(-dim // (32 * steps)) < 8 * sms:
@@ -66,10 +68,10 @@ def pick_config(
     """The configuration of quantisation. Pure.
 
     width       bits of an element
-    transposed  x's rows, and not its columns, are neighbours in memory
+    transposed  the contiguous dimension of x is that of its rows, not of its columns
 
-    Tiles of 4096 elements with 4 warps: 32 elements a thread. They are as wide as a row up to 512 columns, and 64 by 64
-    where x is transposed, so that both sides of the transposition have segments of 128 bytes. Not tuned.
+    Tiles of 4096 elements with 4 warps: 32 elements per thread. They are as wide as a row up to 512 columns, and 64 by
+    64 where x is transposed, so that both sides of the transposition access segments of 128 bytes. Not tuned.
     """
     widest = 64 if transposed else 512
     block_n = min(widest, max(32, triton.next_power_of_2(dim)))
@@ -84,11 +86,11 @@ def pick_pairs(
     dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> Config | None:
-    """The configuration of quantisation two numbers at a time, or None where that is not possible: it takes bf16 from
-    sm_90 on, whole blocks, and rows that are contiguous and begin on 16 bytes. Pure.
+    """The configuration of quantisation two elements at a time (pairs.py), or None where that is not possible. It
+    requires bf16, sm_90 or later, whole blocks, and contiguous rows on 16-byte boundaries. Pure.
 
-    Tiles of 4096 elements with 4 warps: twice 16 elements a thread, for each two loads of 16 bytes, which are 128 KB
-    under way in an SM with 32 registers. A tensor without gaps is read in rows of a tile, with fewer instructions for
+    Tiles of 4096 elements with 4 warps: twice 16 elements per thread, each two loads of 16 bytes. With 32 registers
+    these are 128 KB in flight per SM. A contiguous tensor is read as rows of a tile, with fewer instructions for
     addresses. On one H200 within 1.5 % of the fastest of nine configurations in five formats at 8192 x 8192.
     """
     aligned = strides[1] == 1 and strides[0] % 8 == 0 and dim % block == 0
@@ -101,9 +103,9 @@ def pick_pairs(
 
 
 def pick_amax(rows: int, dim: int) -> Config:
-    """The configuration of the search for the largest magnitude, of what `pick_pairs` takes. Pure.
+    """The configuration of the reduction for the largest magnitude, of tensors that `pick_pairs` supports. Pure.
 
-    64 elements a thread, eight loads of 16 bytes, and an atomic operation for each 16384 elements. On one H200 within
+    64 elements per thread, eight loads of 16 bytes, and an atomic operation for each 16384 elements. On one H200 within
     1 % of the fastest of nine configurations at 8192 x 8192.
     """
     block_n = min(512, max(32, triton.next_power_of_2(dim)))
@@ -111,7 +113,7 @@ def pick_amax(rows: int, dim: int) -> Config:
 
 
 def pick_dequantize_config(rows: int, dim: int, width: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
-    """The configuration of dequantisation. Pure. `dtype` is that of the result. As quantisation; not tuned."""
+    """The configuration of dequantisation. Pure. `dtype` is that of the result. As in quantisation; not tuned."""
     block_n = min(512, max(32, triton.next_power_of_2(dim)))
     return Config(TILE // block_n, block_n, 4)
 
@@ -119,12 +121,12 @@ def pick_dequantize_config(rows: int, dim: int, width: int, dtype: torch.dtype, 
 def pick_dequantize_pairs(
     count: int, whole: bool, width: int, dtype: torch.dtype, capability: tuple[int, int]
 ) -> UnitsConfig | None:
-    """The configuration of dequantisation in one layout, or None where that is not possible: it makes bf16 and fp16
-    from sm_90 on, of `count` elements that are `whole` blocks one after the other, from data that begin on 16 bytes.
-    Pure.
+    """The configuration of dequantisation in one layout (dequantize_pairs.py), or None where that is not possible. It
+    requires results in bf16 or fp16, sm_90 or later, and contiguous data of `whole` blocks on a 16-byte boundary.
+    `count`: elements. Pure.
 
-    Two units a thread, whose loads are under way together; 32 registers, so that an SM has all its warps. On one H200
-    the fastest of twelve configurations at 8192 x 8192 in three formats of four, and within 1 % in the other.
+    Two units per thread, whose loads are in flight together; 32 registers, for full occupancy. On one H200 the fastest
+    of twelve configurations at 8192 x 8192 in three formats of four, and within 1 % in the other.
     """
     if capability < (9, 0) or dtype not in (torch.bfloat16, torch.float16) or not whole:
         return None

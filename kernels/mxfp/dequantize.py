@@ -1,7 +1,7 @@
-"""The way back: data times scale. dequantize_pairs.py is what whole blocks to bf16 and fp16 take on Hopper.
+"""Dequantisation: data times scale. On Hopper dequantize_pairs.py is used for whole blocks to bf16 and fp16.
 
-Napkin maths, to bf16, 8192 x 8192 (65536 x 4096): what quantisation reads is written and what it writes is read, so the
-floors are the same.
+Back-of-the-envelope estimate, to bf16, 8192 x 8192 (65536 x 4096): reads and writes are those of quantisation,
+exchanged, so the floors are the same.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Dequantisation to bf16 and fp16 on Hopper, in one layout: a thread keeps what it has loaded to the store.
+"""Dequantisation to bf16 and fp16 on Hopper, in one layout: a thread stores the elements that it has loaded.
 
 A unit is eight elements: 8, 6 or 4 bytes of data and 16 of the result, which a warp writes as segments of 512. The
-layout of the loads is that of the store, so that nothing goes through shared memory. Elements become two numbers of
-fp16 in a register, which holds those of every format; the product with the scale and its rounding are of fp32, as in
-`dequantize.py`.
+layout of the loads is that of the store, so that nothing goes through shared memory. Elements are converted to fp16,
+two in a register; fp16 can represent those of every format. The product with the scale is computed and rounded in fp32,
+as in `dequantize.py`.
 
-Napkin maths, to bf16, 8192 x 8192, one NVIDIA H200: floors as in kernel.py, 48 us (mxfp8), 44 us (mxfp6), 40 us (mxfp4,
-nvfp4). An element takes 5.5 instructions of SASS (mxfp8), 9.2, 7.3 and 7.6, issued in 12 to 20 us at 1.85 GHz, where
-`dequantize.py` has 15.4 to 10.7.
+Back-of-the-envelope estimate, to bf16, 8192 x 8192, one NVIDIA H200: floors as in kernel.py, 48 us (mxfp8), 44 us
+(mxfp6), 40 us (mxfp4, nvfp4). An element takes 5.5 SASS instructions (mxfp8), 9.2, 7.3 and 7.6, issued in 12 to 20 us
+at 1.85 GHz, where `dequantize.py` has 15.4 to 10.7.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The formats and how their bytes lie in memory.
+"""The formats and their memory layout.
 
               bits   exponent bias   mantissa   largest   block   scale of a block
 mxfp8_e4m3     8           7          3 bits       448      32     E8M0: a power of two, 2^-127 to 2^127; 255 is NaN

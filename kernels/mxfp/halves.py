@@ -1,4 +1,4 @@
-"""Instructions of sm_90 on the two numbers of 16 bits in a register, and conversions of them: inline PTX.
+"""Instructions of sm_90 on the two 16-bit halves of a register, and their conversions: inline PTX.
 
 The tests write them out for the interpreter, which has no PTX.
 """

@@ -1,6 +1,7 @@
-"""Quantisation: a CTA for each tile of whole blocks, which finds their scales and writes data and scales in one pass.
+"""Quantisation: one CTA per tile of whole blocks, which computes their scales and writes data and scales in one pass.
 
-Napkin maths, bf16, 8192 x 8192 (65536 x 4096), one NVIDIA H200 that copies 4254 GB/s; 2 bytes an element read:
+Back-of-the-envelope estimate, bf16, 8192 x 8192 (65536 x 4096), one NVIDIA H200 that copies 4254 GB/s; 2 bytes per
+element are read:
 
               written an element      bytes              floor
 mxfp8         1 + 1/32                203 MB (814 MB)    48 us (191 us)
@@ -8,10 +9,10 @@ mxfp6         3/4 + 1/32              187 MB (747 MB)    44 us (176 us)
 mxfp4         1/2 + 1/32              170 MB (680 MB)    40 us (160 us)
 nvfp4         1/2 + 1/16              172 MB (688 MB)    40 us (162 us); x is read twice unless its scale is given
 
-`pairs.py` is what bf16 takes on Hopper. Here an element of mxfp4 costs 21 instructions of SASS (two for the maximum,
-nine for the rounding, two for the sign, the rest unpacking, packing and the scale), 11 of the integer pipe. At 64 of
-these a cycle and SM the floor leaves time for 9: it is the format that is bound by instructions as much as by bytes.
-mxfp8 has 18, and time for 11.
+On Hopper `pairs.py` is used for bf16. Here an element of mxfp4 takes 21 SASS instructions (two for the maximum, nine
+for the rounding, two for the sign, the rest unpacking, packing and the scale), 11 of them on the integer pipe. At 64 of
+these a cycle and SM the floor leaves time for 9: mxfp4 is bound by instructions as much as by bytes. mxfp8 has 18, and
+time for 11.
 """
 
 from __future__ import annotations

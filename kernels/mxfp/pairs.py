@@ -1,18 +1,18 @@
-"""Quantisation of bf16 on Hopper, two numbers a register, sixteen elements a thread.
+"""Quantisation of bf16 on Hopper, two elements per register, sixteen per thread.
 
-A thread holds sixteen neighbours in eight registers from the load to the store: a block of NVFP4, half of one of the
-others, so that a block's scale is found by one thread or by two. What `kernel.py` computes in fp32, one element at a
-time, is done by what the format allows:
+A thread holds sixteen adjacent elements in eight registers from the load to the store: a block of NVFP4, or half a
+block of the others, so that one or two threads compute a block's scale. `kernel.py` rounds in fp32, one element at a
+time. Here the rounding depends on the format:
 
-MXFP8   F2FP rounds products in fp32 to e4m3 and e5m2, two an instruction, with their signs, saturating.
-MXFP6   Two formats of 8 bits have the mantissas of those of 6 bits, and subnormal numbers as well: with the bias made
-        up for in the product, F2FP's code is that of 6 bits, but for 32, which saturates to 31.
+MXFP8   F2FP rounds products in fp32 to e4m3 and e5m2, two per instruction, with their signs, saturating.
+MXFP6   Two 8-bit formats have the mantissas of the 6-bit formats, and subnormal numbers as well. The product corrects
+        for their exponent bias; then F2FP's code is the 6-bit code, except 32, which saturates to 31.
 FP4     e2m1's code of y >= 0 is the integer nearest to min(2 y, y + 2, y / 2 + 4, 7). Each line is one fused
         multiply-add of two numbers in bf16, with a sum whose last place is 1; a tie goes to the even code as it goes to
         the even sum.
 
-Napkin maths, 8192 x 8192, one NVIDIA H200 (132 SMs, 4254 GB/s; floors in kernel.py), instructions of SASS an element
-with addresses, at 1.85 GHz:
+Back-of-the-envelope estimate, 8192 x 8192, one NVIDIA H200 (132 SMs, 4254 GB/s; floors in kernel.py), SASS instructions
+per element with addresses, at 1.85 GHz:
 
                     all     issued in   of the integer pipe, at 64 a cycle and SM   floor
 mxfp8                6.2      13 us       3.0    13 us                              48 us
@@ -22,7 +22,7 @@ nvfp4               13.5      29 us       7.5    32 us                          
 mxfp4, stochastic   17.4      37 us       9.3    40 us                              40 us; 5 of them are Philox
 
 NVFP4's products are rounded to fp32. Of these bf16 has the upper half; where the lower half is not zero its last bit is
-set (rounding to odd). It has more than two bits behind the last place of e2m1, so that what is rounded next is rounded
+set (rounding to odd). It has more than two bits below the last place of e2m1, so that what is rounded next is rounded
 as the number in fp32 is (Boldo and Melquiond 2008, doi:10.1109/TC.2007.70819).
 """
 

@@ -255,7 +255,7 @@ SPEC = KernelSpec(
     unit="rows",
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 70), "columns": (0, 140), "depth": (1, 300)},
-    # Words of the next slot of the ring are read while the one before is given back (README).
+    # Words of the next pipeline stage are read while the previous one is released (README).
     early_arrivals={"mxfp_matmul_many_rows": 1},
     tunables=(
         Tunable(configs, "pick_config", "fwd", _candidates, implementation="triton"),

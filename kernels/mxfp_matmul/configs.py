@@ -11,9 +11,9 @@ SMS = {(8, 0): 108, (9, 0): 132}  # of an A100, and of an H100 or H200
 
 @dataclass(frozen=True)
 class Config:
-    """A CTA for each tile of block_m rows of x by block_n rows of w and for each of `splits` parts of K, which are
-    summed by a second kernel where there are several. A step of the main loop takes block_k elements of each half of a
-    chunk. `group_m` tiles of rows go together, for L2."""
+    """One CTA per tile of block_m rows of x by block_n rows of w and per split-K partition. With several `splits` a
+    second kernel reduces them. An iteration of the main loop processes block_k elements of each half of a chunk.
+    `group_m`: height of a group in the grouped tile order."""
 
     block_m: int
     block_n: int
@@ -26,8 +26,8 @@ class Config:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of few_rows.cu: `rows` of x by 64 `groups` rows of w to a CTA, `splits` CTAs of a cluster for parts of K, and
-    chunks of K in its rings."""
+    """Configuration of few_rows.cu: `rows` rows of x by 64 `groups` rows of w per CTA, `splits` split-K partitions, one
+    for each CTA of a cluster, and pipeline stages of a chunk of K each."""
 
     rows: int
     groups: int
@@ -37,8 +37,8 @@ class CudaConfig:
 
 @dataclass(frozen=True)
 class ManyConfig:
-    """Of many_rows.cu: `rows` of x by 64 `groups` rows of w to a CTA, `cluster` CTAs (1 or 2) with the same rows of x,
-    and chunks of K in its ring."""
+    """Configuration of many_rows.cu: `rows` rows of x by 64 `groups` rows of w per CTA, `cluster` CTAs (1 or 2) with
+    the same rows of x, and pipeline stages of a chunk of K each."""
 
     rows: int = 256
     groups: int = 2
@@ -46,7 +46,7 @@ class ManyConfig:
     stages: int = 3
 
     def tiles(self, rows: int, columns: int) -> int:
-        """Tiles of y [rows, columns], a cluster each."""
+        """The number of clusters' tiles of y [rows, columns]."""
         return -(-rows // self.rows) * -(-columns // (64 * self.groups * self.cluster))
 
 
@@ -61,8 +61,8 @@ def pick_backend(backend: str, rows: int, possible: bool) -> str:
 
     CUDA C++ unpacks a weight in 3 instructions instead of 17, and again for every 64 or 256 rows of x. On one H200 with
     N = K = 8192, one row takes 18 us in CUDA C++ and 43 us in Triton; 1024 rows take 172 us in CUDA C++, 256 at a time,
-    and 250 us if the weights are unpacked into memory for cuBLAS. The limit is reckoned: with more rows unpacking is a
-    smaller part of that.
+    and 250 us if the weights are unpacked into memory for cuBLAS. The limit is estimated: with more rows the unpacking
+    into memory is a smaller part.
     """
     if backend == "auto":
         return "cuda" if possible and rows <= CUDA_ROWS else "triton"
@@ -70,8 +70,8 @@ def pick_backend(backend: str, rows: int, possible: bool) -> str:
 
 
 def pick_many(rows: int, columns: int, sms: int = 132) -> bool:
-    """Whether many_rows.cu is taken, not few_rows.cu. Pure. By the rounds of tiles, times the cycles of a chunk: those
-    of few_rows.cu are measured, with one part of K (EXPERIMENTS.md), those of many_rows.cu reckoned."""
+    """Whether many_rows.cu is used instead of few_rows.cu. Pure. By the number of waves of tiles, times the cycles of a
+    chunk. Those of few_rows.cu are measured, without split-K (EXPERIMENTS.md), those of many_rows.cu estimated."""
     many, few = ManyConfig(), -(-rows // 64) * -(-columns // 256)
     rounds = -(-many.tiles(rows, columns) // (sms // many.cluster))
     return rows > 128 and rounds * MANY_CYCLES < -(-few // sms) * FEW_CYCLES
@@ -80,20 +80,20 @@ def pick_many(rows: int, columns: int, sms: int = 132) -> bool:
 def pick_dense(rows: int, dtype: torch.dtype, on_gpu: bool) -> bool:
     """Whether the weights are unpacked into memory, for cuBLAS. Pure.
 
-    Unpacking in registers is done again for each tile of rows. Measured on one H200 at N = K = 8192: 1024 rows take 633
-    us so, 193 us in a dense product; unpacking once is some 45 us of reading and writing. Up to 128 rows there is one
-    tile of them. cuBLAS may be set to round fp32 operands to tf32.
+    Unpacking in registers is repeated for each tile of rows. Measured on one H200 at N = K = 8192: with it 1024 rows
+    take 633 us, a dense GEMM 193 us; unpacking once is some 45 us of reading and writing. Up to 128 rows there is one
+    tile of rows. cuBLAS may be set to round fp32 operands to tf32.
     """
     return on_gpu and dtype != torch.float32 and rows > 128
 
 
 def pick_config(rows: int, columns: int, chunks: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
-    """The configuration of one product of x [rows, K] and w [columns, K], K in chunks of 128. Pure.
+    """The configuration of the Triton kernel for x [rows, K] and w [columns, K], K in chunks of 128. Pure.
 
-    - Up to 16 rows w is all that is read: tiles of 16 by 64, and K in parts until there are four CTAs an SM.
-    - Up to 64 rows: 64 by 64, two CTAs an SM. More: 128 by 128 with 8 warps.
-    - Without wgmma, which reads operands from shared memory, steps of half the elements and tiles of 64 columns.
-    - fp32 has no tensor cores here: steps of 16, of which all operands are in registers, and 8 warps; 4 spill.
+    - Up to 16 rows the reads of w bind: tiles of 16 by 64, and split-K until there are four CTAs per SM.
+    - Up to 64 rows: 64 by 64, two CTAs per SM. More: 128 by 128 with 8 warps.
+    - Without wgmma, which reads operands from shared memory, half the block_k and tiles of 64 columns.
+    - fp32 does not use tensor cores here: block_k 16, with all operands in registers, and 8 warps; 4 spill.
 
     Not tuned; none of these spills.
     """
@@ -114,15 +114,15 @@ def pick_config(rows: int, columns: int, chunks: int, dtype: torch.dtype, capabi
 
 
 def pick_cuda_config(rows: int, columns: int, chunks: int, chunk_bytes: int, sms: int = 132) -> CudaConfig:
-    """The configuration of few_rows.cu. Pure. `chunk_bytes`: of w and scales, for a row of a chunk of K.
+    """The configuration of few_rows.cu. Pure. `chunk_bytes`: bytes of w and scales for a row of a chunk of K.
 
-    - Two CTAs an SM with 128 rows of w each. With more than 16 rows of x, and a tile for each SM, also one CTA with 256
-      rows of w, which share what is read of x.
-    - K in 1, 2, 4 or 8 parts. Of these what takes the fewest chunks, in the longest chain of clusters: starting one and
-      adding up its sums counts as two for each part.
-    - As many chunks in the rings as shared memory has room for, at most 8.
+    - Two CTAs per SM with 128 rows of w each. With more than 16 rows of x, and a tile for each SM, also one CTA with
+      256 rows of w, which share the loads of x.
+    - 1, 2, 4 or 8 split-K partitions, by the number of waves of clusters times the chunks of a CTA. Starting a cluster
+      and reducing its partitions counts as two chunks per partition.
+    - As many pipeline stages as fit into shared memory, at most 8.
 
-    On one H200 this takes what was fastest of all up to 64 rows, and within 5 % of it with 128 (EXPERIMENTS.md).
+    On one H200 this picks the fastest of all up to 64 rows, and within 5 % of it with 128 (EXPERIMENTS.md).
     """
     tile_m = next(size for size in (8, 16, 32, 64) if rows <= size or size == 64)
 
@@ -140,7 +140,7 @@ def pick_cuda_config(rows: int, columns: int, chunks: int, chunk_bytes: int, sms
 
 
 def _clusters(sms: int, resident: int, size: int) -> int:
-    """How many clusters of `size` CTAs run at once, with `resident` CTAs an SM. A cluster lies within a GPC, so that of
-    132 SMs those of 4 and of 8 CTAs leave 12 without work (the driver's count on one H200)."""
+    """How many clusters of `size` CTAs run at once, with `resident` CTAs per SM. A cluster lies within a GPC, so that
+    clusters of 4 and of 8 CTAs leave 12 of 132 SMs idle (the driver's count on one H200)."""
     usable = sms if size <= 2 else sms * 10 // 11
     return usable * resident // size

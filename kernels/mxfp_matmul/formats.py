@@ -1,4 +1,4 @@
-"""The two formats, and how packed weights lie in memory.
+"""The two formats, and the memory layout of packed weights.
 
 Elements are e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 
@@ -22,7 +22,7 @@ bf16 has them. The four pairs of a word q are, by arithmetic shifts and the mask
 
     q & m      q << 6 & m      (q << 3 ^ q << 5) & m      (q >> 6 ^ q << 4) & m
 
-With the four bits of a weight beside each other, sign and magnitude would need a shift and a mask each.
+If the four bits of a weight were adjacent, sign and magnitude would need a shift and a mask each.
 
 A scale of nvfp4 is kept without its sign, which its elements get, as bits 14 to 7 of the fp16 number of 128 times it:
 five bits of exponent, three of mantissa, and 255 for NaN. So it has no subnormals, and by shifts and one addition it is

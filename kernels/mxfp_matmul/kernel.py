@@ -1,6 +1,6 @@
 """x [M, K] times w [N, K] transposed, w of 4 bits and unpacked in registers.
 
-Napkin maths, bf16, N = K = 8192, one NVIDIA H200 (4254 GB/s, 790 TFLOP/s of a measured product):
+Back-of-the-envelope estimate, bf16, N = K = 8192, one NVIDIA H200 (4254 GB/s, 790 TFLOP/s by a measured GEMM):
 
     M       bytes of w and scales   of x and y   reading   computing
     1              35.7 MB            32 KB       8.4 us
@@ -8,8 +8,8 @@ Napkin maths, bf16, N = K = 8192, one NVIDIA H200 (4254 GB/s, 790 TFLOP/s of a m
     64             35.7 MB            2.1 MB      8.9 us      11 us
     1024           35.7 MB            34 MB        16 us     174 us
 
-nvfp4 has two bytes more for each 32 elements: 37.7 MB. Here unpacking is what few rows take their time for; sm90/ has
-them in CUDA C++.
+nvfp4 has two bytes more for each 32 elements: 37.7 MB. With few rows this kernel is bound by the unpacking; sm90/ has
+CUDA C++ for them.
 """
 
 from __future__ import annotations

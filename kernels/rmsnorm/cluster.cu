@@ -1,7 +1,7 @@
-// RMSNorm forward of wide rows for Hopper (sm_90a): a cluster of CTAs takes one row, which stays in registers from load
-// to store. cluster.py compiles and launches it.
+// RMSNorm forward of wide rows for Hopper (sm_90a): a thread block cluster processes one row, which stays in registers
+// from load to store. cluster.py compiles and launches it.
 //
-// Napkin maths, 2048 x 65536 bf16 on one NVIDIA H200 (132 SMs, a copy at 4254 GB/s, 1980 MHz):
+// Back-of-the-envelope estimate, 2048 x 65536 bf16 on one NVIDIA H200 (132 SMs, a copy at 4254 GB/s, 1980 MHz):
 //   floor      537 MB, 126 us: 16 KB of x and 16 KB of y a microsecond on each SM.
 //   in flight  8 CTAs a row, 256 threads, 4 vectors of 16 bytes each: a CTA has 16 KB of a row. With 48 registers
 //              a thread 5 CTAs are resident, 80 KB of x, so a CTA may take 5 us from its first load to its last
@@ -11,12 +11,12 @@
 //              compiler invalidates L1 (CCTL.IVALL), for all CTAs of the SM. So L2 delivers as many bytes of the weight
 //              as device memory does of x. These loads overlap the exchange of sums.
 //
-// CTAs are not persistent: an SM has CTAs of several rows, which load, wait and store at different times. Protocol:
-//   1 arrive at the cluster's barrier, issue the loads of the whole slice
-//   2 wait at the barrier: all CTAs of the cluster have then started, so their shared memory can be written
-//   3 add up the squares; each warp writes its sum into every CTA of the cluster by st.async, whose bytes count on the
-//     receiver's mbarrier
-//   4 each CTA waits for the sums of all warps of the cluster. After that no CTA writes to it, and it may exit.
+// CTAs are not persistent: CTAs of several rows are resident on an SM and overlap loads, waits and stores. A CTA:
+//   1 arrives on the cluster barrier and issues the loads of its whole slice
+//   2 waits on the cluster barrier: all CTAs of the cluster then run, and their shared memory may be written
+//   3 sums the squares; each warp writes its sum into every CTA of the cluster by st.async, which completes transaction
+//     bytes of the receiver's mbarrier
+//   4 waits for the sums of all warps of the cluster. No more writes to its shared memory follow, so it may exit.
 //
 // Loads are ld.global, not ld.global.nc: nothing orders the latter with the barrier, and ptxas moves them after the
 // wait of step 2.
@@ -58,7 +58,7 @@ __device__ float warp_sum(float x) {
     return x;
 }
 
-// Initialises the mbarrier and arrives at the cluster's barrier.
+// Initialises the mbarrier and arrives on the cluster barrier.
 __device__ void begin(Exchange& e) {
     if (threadIdx.x == 0) {
         asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(at(&e.full)) : "memory");
@@ -69,7 +69,7 @@ __device__ void begin(Exchange& e) {
 }
 __device__ void all_have_begun() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 
-// A warp's sum to CTA `lane` of the cluster.
+// Sends a warp's sum to CTA `lane` of the cluster.
 __device__ void send(Exchange& e, float sum, int part) {
     const int lane = threadIdx.x % 32, slot = part * WARPS + threadIdx.x / 32;
     if (lane < CLUSTER)
@@ -91,7 +91,7 @@ __device__ float receive(Exchange& e) {
     return warp_sum(sum);
 }
 
-// A row is `vectors` of 16 bytes, of which a CTA has `slice` and the last CTA the remainder; strides are in vectors.
+// A row is `vectors` vectors of 16 bytes: `slice` for each CTA, the remainder for the last; strides are in vectors.
 // residual and h are used with RESIDUAL, weight with WEIGHT; rstd_ptr may be null.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
 rmsnorm_cluster_fwd(const Vector* x, const Vector* residual, const Vector* weight, Vector* y, Vector* h,

@@ -1,4 +1,4 @@
-"""The forward of wide rows for Hopper in CUDA C++ (cluster.cu): which problems it takes, and its launch."""
+"""The forward of wide rows for Hopper in CUDA C++ (cluster.cu): which problems it supports, and its launch."""
 
 from __future__ import annotations
 

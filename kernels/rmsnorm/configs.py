@@ -29,8 +29,8 @@ class FwdConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A cluster of `ctas` CTAs takes one row: `slice` vectors of 16 bytes for each CTA, the remainder for the last. A
-    thread has `vectors` of them. Registers are limited so that `resident` CTAs fit on an SM."""
+    """A cluster of `ctas` CTAs processes one row: `slice` vectors of 16 bytes for each CTA, the remainder for the last.
+    A thread has `vectors` of them. Registers are limited so that `resident` CTAs fit on an SM."""
 
     ctas: int
     threads: int

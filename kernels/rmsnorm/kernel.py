@@ -1,6 +1,6 @@
 """RMSNorm: the kernels for rows that fit in the registers of a CTA.
 
-Napkin maths, bf16, R rows of D, one NVIDIA H200 that copies 4254 GB/s:
+Estimate, bf16, R rows of D, one NVIDIA H200 that copies 4254 GB/s:
   forward   reads x, writes y             4·R·D bytes   32768 x 8192: 1.07 GB, 252 us
   backward  reads x and dy, writes dx     6·R·D bytes   32768 x 8192: 1.61 GB, 379 us
 The weight, rstd (4 bytes a row), dW and the FLOPs (about 4 and 9 an element) are negligible beside that.

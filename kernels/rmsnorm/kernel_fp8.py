@@ -1,6 +1,6 @@
 """RMSNorm with an fp8 output: y is quantised while its row is in registers.
 
-Napkin maths, bf16, R rows of D, one NVIDIA H200 that copies 4254 GB/s:
+Estimate, bf16, R rows of D, one NVIDIA H200 that copies 4254 GB/s:
   by rows, or 1x128      reads x, writes data                  3·R·D bytes   32768 x 8192: 805 MB, 189 us
   … then quantised       y written and read beside that        7·R·D bytes                        442 us
   with a transposed copy reads x twice, writes data, data_t    6·R·D bytes                        379 us

@@ -1,11 +1,10 @@
 """RMSNorm for rows too wide for the registers of a CTA. The parameters are those of the kernels in `kernel.py`.
 
-forward   Where `cluster.py` does not take the rows. One CTA a row, in chunks, in two passes. A row of 65536 bf16
+forward   Where `cluster.py` does not support the rows. One CTA per row, in chunks, in two passes. A row of 65536 bf16
           is 128 KiB; the second pass finds it in L2 (132 CTAs hold 17 MiB of rows in flight, the L2 of an H200 has
           50 MiB), so x is read from device memory once.
 backward  The mean of each row here, then the kernel of `kernel.py` on slices of the columns. A CTA accumulates dW of
-its
-          slice in registers over many rows; those of a whole row would not fit. h and dy are read twice, in 16 bits
+          its slice in registers over many rows; those of a whole row would not fit. h and dy are read twice, in 16 bits
           10·R·D bytes rather than 6, but no partial sums of dW go through L2 for each row.
 """
 

@@ -1,9 +1,9 @@
 """The declaration of sparse_matmul: cases, cost, peers. `python -m harness bench --kernel sparse_matmul`.
 
-The callables take the two tensors of a compressed weight as `values` and `metadata`. Numbers of 8 bits are bytes here,
-which the callables view as float8: most of what the checks do with tensors is not defined for float8. The dtype of such
-a case is that of x, with results in bf16; or it is the result's, fp16, in cases that Triton's interpreter computes,
-where kernels decode the bytes.
+The callables take the two tensors of a compressed weight as `values` and `metadata`. fp8 tensors are bytes here, which
+the callables view as float8: most operations of the checks are not defined for float8. The dtype of such a case is that
+of x, with results in bf16; or it is the result's, fp16, in cases that Triton's interpreter computes, where kernels
+decode the bytes.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ MIN_BLOCK = 16  # what tl.dot takes
 
 @dataclass(frozen=True)
 class Config:
-    """Blocks along M, N and K. The product's own two are a CTA's tile, the third is a step of its sum. `group` tiles of
-    rows follow each other before the next column of tiles."""
+    """Blocks along M, N and K: two are a CTA's output tile, the third is the block of the summed dimension. Grouped
+    tile order: `group` vertically adjacent tiles before the next column of tiles."""
 
     block_m: int
     block_n: int
@@ -27,8 +27,9 @@ class Config:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu, whose tiles are 128 rows of the weight by 256 of x: steps of the ring, bands of tiles that follow
-    each other, and CTAs of a cluster, which share what they read of x (1, 2 or 4)."""
+    """Configuration of products.cu, whose tiles are 128 rows of the weight by 256 of x: pipeline stages, height of a
+    group in the grouped tile order in rows of clusters, and CTAs of a cluster, which share x by multicast (1, 2 or
+    4)."""
 
     stages: int
     raster: int
@@ -37,7 +38,7 @@ class CudaConfig:
 
 @dataclass(frozen=True)
 class CompressConfig:
-    """A CTA for each block_n rows by block_k columns of the dense weight, multiples of 16 and 64."""
+    """One CTA per block_n rows by block_k columns of the dense weight, multiples of 16 and 64."""
 
     block_n: int
     block_k: int
@@ -48,8 +49,8 @@ def pick_backend(backend: str, rows: int, dtype: torch.dtype, on_gpu: bool, poss
     """The version of a product: "triton", "cuda" or, only for "auto", "library": the weight is decompressed into memory
     for cuBLAS. `possible`: CUDA C++ can. Pure.
 
-    In an exploration on one H200 at 4096 x 4096 x 4096, in FLOPs of the dense product: Triton, which decompresses a
-    tile of the weight again for each tile of rows, 129 TFLOP/s, cuBLAS 760, the sparse tensor cores 880. Up to 64 rows
+    In an exploration on one H200 at 4096 x 4096 x 4096, in FLOPs of the dense GEMM: Triton, which decompresses a tile
+    of the weight again for each tile of rows, 129 TFLOP/s, cuBLAS 760, the sparse tensor cores 880. Up to 64 rows
     there is only one tile of rows, so "triton" runs; also in fp32, since cuBLAS may be set to round fp32 operands to
     tf32. "library" does not exist for 8 bits.
     """
@@ -65,10 +66,11 @@ def pick_backend(backend: str, rows: int, dtype: torch.dtype, on_gpu: bool, poss
 def pick_fwd_config(rows: int, cols: int, depth: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
     """The configuration of y [rows, cols], a sum over `depth`. Pure.
 
-    128 x 128 sums in 8 warps. The tile of the weight is made in registers and goes to shared memory for wgmma, or to
-    mma's registers on sm_80, which has room for steps of 32. Up to 64 rows the reading of the weight takes the time:
-    narrow tiles. Rows that are not of whole vectors are loaded element by element, through registers, of which larger
-    tiles have not enough. fp32 has no tensor cores here: all operands of a step are in registers. Not measured yet.
+    Tiles of 128 x 128 in 8 warps. The tile of the weight is decompressed in registers. It is then stored to shared
+    memory for wgmma, or on sm_80 converted to mma's register layout, where K-blocks of 32 fit. Up to 64 rows the reads
+    of the weight bind: narrow tiles. Rows whose length is no multiple of a vector are loaded element by element through
+    registers, and larger tiles would spill. fp32 does not use tensor cores here: all operands of a K-block are in
+    registers. Not measured yet.
     """
     block_m = _fit(rows, 128)
     if dtype == torch.float32:
@@ -97,8 +99,8 @@ def pick_dvalues_config(rows: int, cols: int, depth: int, dtype: torch.dtype, ca
 def pick_fp8_config(rows: int, cols: int, depth: int, capability: tuple[int, int]) -> Config:
     """The configuration of y [rows, cols] in 8 bits, a sum over `depth`. Pure.
 
-    Steps of 64 of k, a block of metadata, of which K is a multiple. Tiles as those of `pick_fwd_config`; with 4 warps
-    those of 64 x 64 spill on sm_89. Not measured yet.
+    K-blocks of 64, a block of metadata; K is a multiple of it. Tiles as in `pick_fwd_config`; with 4 warps tiles of
+    64 x 64 spill on sm_89. Not measured yet.
     """
     block_m = _fit(rows, 128)
     if block_m <= 64:
@@ -108,24 +110,24 @@ def pick_fp8_config(rows: int, cols: int, depth: int, capability: tuple[int, int
 
 
 def pick_cuda_config(rows: int, cols: int, depth: int) -> CudaConfig:
-    """The configuration of products.cu. Pure. In 8 bits a step has twice as many of k and the same bytes, and 1 KiB
-    more of metadata; not measured there yet.
+    """The configuration of products.cu. Pure. In 8 bits a K-block is twice as long, with the same bytes and 1 KiB more
+    of metadata; not measured there yet.
 
-    - The ring takes what shared memory there is: 41 KiB a step.
-    - Two CTAs share x where the weight has rows for both: 3 to 24 % faster than each alone; four are 50 % slower, since
-      132 SMs do not hold 33 such clusters at once (measured on one H200).
-    - 16 tiles of rows of the weight follow each other.
+    - As many stages as fit into shared memory: 41 KiB each.
+    - Two CTAs share x where the weight has rows for both: 3 to 24 % faster than single CTAs; four are 50 % slower,
+      since 132 SMs do not hold 33 such clusters at once (measured on one H200).
+    - Groups of 16 vertically adjacent tiles in the tile order.
     """
     cluster = 2 if cols > 128 else 1
     return CudaConfig(stages=4, raster=16 // cluster, cluster=cluster)
 
 
 def pick_compress_config(cols: int, depth: int, dtype: torch.dtype, capability: tuple[int, int]) -> CompressConfig:
-    """The configuration of compress and decompress. Pure. 32 bytes of a row's values a thread, and blocks of metadata
-    that one CTA has whole; not measured yet."""
+    """The configuration of compress and decompress. Pure. 32 bytes of a row's values per thread; a block of metadata
+    belongs to one CTA. Not measured yet."""
     return CompressConfig(16, 64 if depth <= 64 else 512 if dtype.itemsize == 1 else 256, 4)
 
 
 def _fit(size: int, most: int) -> int:
-    """The block of a dimension: `most`, or what a smaller dimension fills."""
+    """The block of a dimension: `most`, or for a smaller dimension its next power of two, at least MIN_BLOCK."""
     return max(MIN_BLOCK, min(most, 1 << max(0, size - 1).bit_length()))

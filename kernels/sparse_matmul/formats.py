@@ -1,7 +1,7 @@
 """The compressed form of a weight [N, K] with 2:4 sparsity, and the order of its metadata.
 
 Of each chunk of 4 elements along K two are kept, at positions i < j of the chunk. The chunk's code has 4 bits: i in the
-lower two, j in the upper two. Codes are in the order in which the sparse wgmma takes them (PTX ISA, "Sparse matrix
+lower two, j in the upper two. Codes are in the order in which the sparse wgmma reads them (PTX ISA, "Sparse matrix
 storage" and "Matrix fragments" of wgmma.mma_async.sp), in blocks of 16 rows by 64 of K with 64 words of 16 bits:
 
     values of 16 or 32 bits   block (k // 64, n // 16), word (n % 8) · 8 + (k % 64 // 16) · 2 + n % 16 // 8
@@ -10,10 +10,10 @@ storage" and "Matrix fragments" of wgmma.mma_async.sp), in blocks of 16 rows by 
 
 So a warp's 32 lanes read the 32 words of 32 bits of a block, lane 4 · r + q one of these:
 
-    16 bits   16 of K, from 16 · q on: of row r in its lower half, of row r + 8 in its upper half. The 32 of K of one
-              instruction are those of lanes with q = 0 and 1, or with q = 2 and 3, as its sparsity selector says.
-    8 bits    32 of K, from 32 · (q // 2) on, of row r + 8 · (q % 2). All 64 of K are of one instruction, whose sparsity
-              selector is 0.
+    16 bits   K elements from 16 · q to 16 · q + 15: of row r in its lower half, of row r + 8 in its upper half. The K
+              of 32 of one instruction is that of lanes q = 0 and 1, or q = 2 and 3, by its sparsity selector.
+    8 bits    K elements from 32 · (q // 2) on, 32 of them, of row r + 8 · (q % 2). All 64 belong to one instruction,
+              whose sparsity selector is 0.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""x [M, K] times a weight [N, K] of 2:4 sparsity, transposed: the products in Triton.
+"""x [M, K] times a weight [N, K] of 2:4 sparsity, transposed: the GEMMs in Triton.
 
-Napkin maths, bf16, one NVIDIA H200 (4254 GB/s, 790 TFLOP/s of a measured dense product, of a sparse one at most twice):
+Back-of-the-envelope estimate, bf16, one NVIDIA H200 (4254 GB/s; 790 TFLOP/s by a measured dense GEMM, with sparsity at
+most twice that):
 
   M x K x N              FLOPs, dense   bytes (w: 9/16)   reading   computing, dense   sparse
   4096 x 4096 x 4096     137 GFLOP         86 MB           20 us        174 us          87 us
   8192 x 8192 x 8192     1.10 TFLOP       344 MB           81 us       1392 us         696 us
   4096 x 4096 x 11008    369 GFLOP        174 MB           41 us        467 us         234 us
 
-Here the weight is decompressed in registers on the way to a dense product: it saves bytes of the weight, and none of
-the FLOPs. In the backward neither product has a sparse operand along its sum, so that dense ones are all there is.
+Here the weight is decompressed in registers for a dense GEMM, which saves bytes of the weight but no FLOPs. In the
+backward no operand is sparse along the summed dimension, so both GEMMs are dense.
 """
 
 from __future__ import annotations

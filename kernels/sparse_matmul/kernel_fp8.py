@@ -1,15 +1,15 @@
-"""x [M, K] times a weight [N, K] of 2:4 sparsity in numbers of 8 bits, with scales: the product in Triton.
+"""x [M, K] times a weight [N, K] of 2:4 sparsity in fp8, with scales: the GEMM in Triton.
 
-Napkin maths, one NVIDIA H200 (4254 GB/s; 1500 TFLOP/s of a measured dense product in fp8, of a sparse one at most
-twice), y in bf16:
+Back-of-the-envelope estimate, one NVIDIA H200 (4254 GB/s; 1500 TFLOP/s by a measured dense GEMM in fp8, with sparsity
+at most twice that), y in bf16:
 
   M x K x N              FLOPs, dense   bytes (w: 5/8)    reading and writing   computing, dense   sparse
   4096 x 4096 x 4096     137 GFLOP         61 MB                 14 us               92 us          46 us
   8192 x 8192 x 8192     1.10 TFLOP       243 MB                 57 us              733 us         367 us
   4096 x 4096 x 11008    369 GFLOP        135 MB                 32 us              246 us         123 us
 
-As in `kernel.py` the weight is decompressed on the way to a dense product: bytes are selected, and become numbers of 8
-bits without an instruction.
+As in `kernel.py` the weight is decompressed for a dense GEMM: bytes are selected, and reinterpreted as fp8 without an
+instruction.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Products of many rows by PyTorch (cuBLAS), of the weight decompressed into memory. As the launches of `plans`, whose
-arguments and results they share."""
+"""GEMMs with many rows by PyTorch (cuBLAS), with the weight decompressed into memory. The functions have the arguments
+and results of the launches of `plans`."""
 
 from __future__ import annotations
 

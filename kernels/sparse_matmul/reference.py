@@ -1,4 +1,4 @@
-"""The product with a compressed weight in plain PyTorch: the oracle."""
+"""The linear layer with a compressed weight in plain PyTorch: the oracle."""
 
 from __future__ import annotations
 

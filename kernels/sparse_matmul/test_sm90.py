@@ -1,5 +1,5 @@
-"""The version for Hopper (sm90/): which problems it takes, that it compiles to sparse wgmma, how its tiles lie, and on
-a GPU that it is right."""
+"""The version for Hopper (sm90/): which problems it supports, that it compiles to sparse wgmma, the layout of its
+tiles, and on a GPU that it is right."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_metadata_of_a_step_by_warps_and_lanes() -> None:
 
 
 def test_the_epilogues_transposition() -> None:
-    """The arithmetic of store_tile in Python: fragments of sums of 64 x 32 through stmatrix.trans to rows of y."""
+    """The arithmetic of store_tile in Python: accumulator fragments of 64 x 32 through stmatrix.trans to rows of y."""
     sums = torch.arange(64 * 32).view(64, 32)  # n by m
     pitch = 64 * 2 + 16
     staging = torch.full((32 * pitch // 2,), -1)
@@ -179,7 +179,7 @@ def test_bias_activation_and_gradients(compiler, activation) -> None:
 
 @pytest.mark.gpu(min_capability=HOPPER)
 def test_more_tiles_than_sms(compiler) -> None:
-    """Every CTA goes through several rounds; repeats agree bit for bit."""
+    """Every CTA computes several tiles; repeats agree bit for bit."""
     x, compressed = problem(4001, 4104, 1168, torch.bfloat16, "cuda")
     agrees(x, compressed)
     first = sparse_matmul(x, compressed, backend="cuda")

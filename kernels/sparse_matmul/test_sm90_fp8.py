@@ -1,5 +1,5 @@
-"""The version for Hopper (sm90/) of 8 bits: which problems it takes, that it compiles to sparse wgmma, which metadata a
-step has, and on a GPU that it is right."""
+"""The version for Hopper (sm90/) in 8 bits: which problems it supports, that it compiles to sparse wgmma, the metadata
+of a K-block, and on a GPU that it is right."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_it_compiles_to_sparse_wgmma_and_does_not_spill(x: str, w: str, rest: tu
 
 def test_the_metadata_of_a_step_by_warps_and_lanes() -> None:
     """The arithmetic of products.cu in Python: where the producer copies from, and the two words that a lane reads. By
-    it and by the fragments of the PTX ISA the weight comes out again, also of the last tile and the last step, whose
+    it and by the fragments of the PTX ISA the weight comes out again, also in the last tile and the last K-block, whose
     blocks are clamped."""
     rows, depth = 136, 192
     weight = prune(codes(rows, depth))[0]
@@ -156,7 +156,7 @@ def test_products_of_small_integers_are_exact(compiler) -> None:
 
 @pytest.mark.gpu(min_capability=HOPPER)
 def test_more_tiles_than_sms(compiler) -> None:
-    """Every CTA goes through several rounds; repeats agree bit for bit."""
+    """Every CTA computes several tiles; repeats agree bit for bit."""
     x, compressed, scales = problem(4001, 1152, 4112)
     first = sparse_matmul(x, compressed, **scales, backend="cuda")
     agrees(first, x, compressed, **scales, rtol=1e-2)

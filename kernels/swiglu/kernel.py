@@ -1,11 +1,11 @@
 """Gated linear units: the kernels in Triton.
 
-Napkin maths, bf16, n elements of output, one NVIDIA H200 that copies 4254 GB/s:
+Estimate, bf16, n elements of output, one NVIDIA H200 that copies 4254 GB/s:
   forward   reads gate and up, writes y                      6·n bytes   16384 x 11008: 1.08 GB, 254 us
   backward  reads dy, gate and up, writes dgate and dup     10·n bytes   16384 x 11008: 1.80 GB, 424 us
 At that bandwidth the SMs can issue 42 instructions of a thread for each element of the forward and 70 of the backward.
-The formulas in `activation` take about a third of that. Rows that begin on any boundary have their own kernels on
-Hopper (unaligned.cu).
+The formulas in `activation` take about a third of that. Rows with any alignment have their own kernels on Hopper
+(unaligned.cu).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gated linear units with an fp8 output: y is quantised in registers, by rows or in blocks of 1x128.
 
-Napkin maths, bf16, n elements of output, one NVIDIA H200 that copies 4254 GB/s:
+Estimate, bf16, n elements of output, one NVIDIA H200 that copies 4254 GB/s:
   row, or 1x128           reads gate and up, writes data            5·n bytes   16384 x 11008: 902 MB, 212 us
   … then quantised        y written and read beside that            9·n bytes                        381 us
   with a transposed copy  reads gate and up, writes data, data_t    6·n bytes                        254 us

@@ -1,4 +1,4 @@
-"""Rows that begin on any boundary, for Hopper in CUDA C++ (unaligned.cu): which layouts it takes, and its launches."""
+"""Rows with any alignment, for Hopper in CUDA C++ (unaligned.cu): which layouts it supports, and its launches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TYPES = {torch.bfloat16: 0, torch.float16: 1}  # TYPE in unaligned.cu
 
 
 def unsupported_reason(layout: Coalesced, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
-    """Why unaligned.cu cannot take tensors of this layout; None if it can."""
+    """Why unaligned.cu does not support tensors of this layout; None if it does."""
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if dtype not in _TYPES:

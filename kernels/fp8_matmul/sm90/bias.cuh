@@ -1,4 +1,4 @@
-// A bias of the dtype that BIAS says: 0 none, 1 bf16, 2 fp16, 3 fp32.
+// A bias whose dtype BIAS selects: 0 none, 1 bf16, 2 fp16, 3 fp32.
 #pragma once
 
 #include "types.cuh"

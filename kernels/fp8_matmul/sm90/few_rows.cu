@@ -1,32 +1,36 @@
-// Products of fp8 for Hopper (sm_90a) and few rows of a, where reading b is what takes the time. few_rows.py compiles and
-// launches.
+// FP8 GEMM for Hopper (sm_90a) with few rows of a, bound by the reads of b. few_rows.py compiles and launches it.
 //
 //   y[m, n] = sum over k of a[m, k] b[n, k], scaled, + bias[n]
 //
-// Operands are swapped: b is the first operand of wgmma, 64 rows of it, and a the second with its COLS rows, so that M = 64
-// of a wgmma is full. Both come to shared memory by TMA. SCALING is that of products.cu: 1 scales of tensors
-// or rows, at the end; 2 of 1x128 of a and 128x128 of b; 3 of 1x128 of both. Sums of 128 terms are added in fp32.
+// Operands are swapped, so that M = 64 of a wgmma is full: its A operand is 64 rows of b, its B operand the COLS rows
+// of a. Both are loaded into shared memory by TMA. SCALING is that of products.cu: 1 scales per tensor or row, applied
+// in the epilogue; 2 per 1x128 of a and 128x128 of b; 3 per 1x128 of both. The wgmma accumulators of each K-block of
+// 128 are promoted: added to fp32 registers.
 //
-// Napkin maths, N = K = 8192, one NVIDIA H200 (132 SMs, 4254 GB/s): 67 MB of b take 15.8 us. With 1 us from a request to its
-// bytes, Little's law asks for 4.3 MB in flight, 32 KB an SM; two CTAs of 128 rows of b have rings for 128 KB (64 rows of
-// a) to 192 KB (8). An SM has 62 pieces of 64 rows by 128 of k. A piece of 64 columns takes 128 cycles of the tensor cores
-// and some 110 issue slots of each scheduler: 4.3 us and 3.7 us at 1.85 GHz, which four warpgroups overlap. L2 delivers
-// 100 MB then, for a is read with each 128 rows of b: 10.6 us at 39 bytes a cycle and SM.
+// Back-of-the-envelope estimate, N = K = 8192, one NVIDIA H200 (132 SMs, 4254 GB/s): 67 MB of b take 15.8 us. With a
+// latency of 1 us Little's law requires 4.3 MB in flight, 32 KB per SM; the stages of two CTAs with 128 rows of b hold
+// 128 KB of b (64 rows of a) to 192 KB (8). An SM processes 62 pieces of b of 64 rows by 128 of K. With 64 rows of a, a
+// piece takes 128 tensor-core cycles and some 110 issue slots of each scheduler: 4.3 us and 3.7 us at 1.85 GHz, which
+// four warpgroups overlap. L2 then delivers 100 MB, since a is read for each 128 rows of b: 10.6 us at 39 bytes a cycle
+// and SM.
 //
-// A CTA is GROUPS consumer warpgroups with 64 rows of b each, and a producer warp. Its first thread fills a ring of STAGES
-// steps by TMA; with scales of blocks all of it copies them by cp.async. The CTAs of a cluster have parts of k for the same
-// result. Each leaves its sums in its shared memory, and adds up a share of the result in the order of the parts: repeats
-// agree bit for bit, and no memory but that of the result is written.
+// A CTA has GROUPS consumer warpgroups, with 64 rows of b each, and a producer warp. The first thread of the producer
+// fills a circular buffer of STAGES pipeline stages (Ring; a slot is a stage) by TMA; all of its threads copy block
+// scales by cp.async. The CTAs of a cluster are the split-K partitions of one tile. Each writes its accumulators to its
+// shared memory and then reduces a share of the tile's columns over all partitions, in a fixed order. So repeats agree
+// bit for bit, and there is no workspace.
 //
-// Tails of every dimension are zeros: TMA's, and cp.async's of no bytes.
+// Tails of every dimension are zero-filled, by TMA and by cp.async with a source size of 0.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, and with scales of blocks 32 that cp.async makes when
-// its copies are there; empty[s] one lane of each consumer warp. The n-th use of a full one waits for parity n & 1, that of
-// an empty one for the opposite, so that the first pass finds every slot empty.
+// Barriers and their arrivals per phase:
+//   full[s]   1 and the bytes of a stage; with block scales 32 more, which cp.async makes when its copies are complete
+//   empty[s]  one lane of each consumer warp
+// The n-th wait on a full barrier is for parity n & 1. On an empty barrier it is for the opposite parity, so that in
+// the first pass every stage counts as empty.
 //
 // Defined by the launcher: SCALING, A_E4M3 and B_E4M3 (of wgmma's first and second operand: of b and of a), OUT32 (y is
-// fp32; else FP16 or bf16), BIAS (0 none, 1 bf16, 2 fp16, 3 fp32), COLS, GROUPS, STAGES, CLUSTER, RESIDENT
-// (CTAs an SM).
+// fp32; else FP16 or bf16), BIAS (0 none, 1 bf16, 2 fp16, 3 fp32), COLS, GROUPS, STAGES, CLUSTER (split-K partitions),
+// RESIDENT (CTAs per SM).
 
 #include "bias.cuh"
 #include "cluster.cuh"
@@ -79,7 +83,7 @@ struct Ring {
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
-// A block's scales by a warp. Each lane arrives at `bar` when its own copies have come.
+// The producer warp copies the scales of a K-block. Each lane arrives on `bar` when its own copies are complete.
 DEVICE void copy_scales(const Problem& p, const Tile& tile, int block, u32 to, u32 bar) {
     const int lane = threadIdx.x % 32;
     const float* const of_a = p.scale_a + block * p.scale_a_block;
@@ -123,7 +127,7 @@ DEVICE void produce(const Problem& p, const TensorMap* a, const TensorMap* b, co
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Of a thread: b's of its two rows of b, and a's of its columns 8 j + 2 (lane % 4) and the next.
+// Scales of a thread's fragment: of its two rows of b, and of rows 8 j + 2 (lane % 4) and the next of a.
 struct Scales {
     float low, high;
     float2 a[COLS / 8];
@@ -137,7 +141,7 @@ DEVICE void load_scales(Scales& x, u32 scales) {
     for (int j = 0; j < COLS / 8; j++) x.a[j] = load_two(scales + 32 * j + 8 * (threadIdx.x % 4));
 }
 
-// sums += d, scaled.
+// sums += d, times the block scales if any.
 DEVICE void promote(float (&sums)[COLS / 2], const float (&d)[COLS / 2], const Scales& x) {
 #pragma unroll
     for (int j = 0; j < COLS / 8; j++) {
@@ -148,7 +152,7 @@ DEVICE void promote(float (&sums)[COLS / 2], const float (&d)[COLS / 2], const S
     }
 }
 
-// sums = b times a transposed over the blocks of this part, scaled where blocks have scales.
+// The main loop: sums = b times a transposed over the K-blocks of this split-K partition, with block scales if any.
 DEVICE void multiply(float (&sums)[COLS / 2], u32 smem, int steps, int group) {
     float d[COLS / 2];
     Scales scales;
@@ -165,8 +169,8 @@ DEVICE void multiply(float (&sums)[COLS / 2], u32 smem, int steps, int group) {
         if (BLOCKED) load_scales(scales, smem + S_RING + ring.slot * SCALE_BYTES);
         wgmma_wait<0>();
         pin(d);
-        // Reads of scales may be pending: what threads copy next (cp.async, no bulk copies) stays behind them, as their
-        // stores do. No fence_reads.
+        // No fence_reads: reads of scales may be pending, but the copies that overwrite them (cp.async, no bulk copies)
+        // are ordered after them, as the threads' stores are.
         __syncwarp();
         if (threadIdx.x % 32 == 0) bar_arrive(smem + EMPTY + 8 * ring.slot);
         promote(sums, d, scales);
@@ -177,7 +181,7 @@ DEVICE void multiply(float (&sums)[COLS / 2], u32 smem, int steps, int group) {
 
 constexpr int SHARE = ROWS / CLUSTER;  // columns of y that a CTA adds up
 
-// What the epilogue reads comes to L2 meanwhile.
+// Prefetches what the epilogue reads into L2, overlapped with the main loop.
 DEVICE void prefetch(const Problem& p, const Tile& tile) {
     const int column = tile.column + cluster_rank() * SHARE + threadIdx.x, row = tile.row + threadIdx.x;
     const bool has_column = threadIdx.x < SHARE && column < p.cols, has_row = threadIdx.x < COLS && row < p.rows;
@@ -194,7 +198,7 @@ DEVICE void leave(const float (&d)[COLS / 2], float* sums) {
     for (int i = 0; i < COLS / 2; i++) sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + row + i % 4 / 2 * 8] = d[i];
 }
 
-// Two sums of a CTA of the cluster, at the address that they would have in this one.
+// Two accumulators of the CTA `rank` of the cluster; `at` is their address in this CTA's shared memory.
 DEVICE float2 load_sums(u32 at, int rank) {
     float2 x;
     asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %2, %3;\n"
@@ -203,7 +207,8 @@ DEVICE float2 load_sums(u32 at, int rank) {
     return x;
 }
 
-// This CTA's share of the columns of y: the sums of all parts in their order, what is not applied yet, and the bias.
+// The epilogue of this CTA's share of the columns of y: the sum over the partitions in order, the scales that the
+// promotion did not apply, and the bias.
 DEVICE void add(const Problem& p, const Tile& tile, u32 smem) {
     const int height = min(COLS, p.rows - tile.row);
 #pragma unroll 1

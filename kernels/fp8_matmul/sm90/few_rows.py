@@ -1,4 +1,4 @@
-"""The product of few rows for Hopper in CUDA C++ (few_rows.cu): its launch."""
+"""The GEMM with few rows for Hopper in CUDA C++ (few_rows.cu): its launch."""
 
 from __future__ import annotations
 
@@ -67,5 +67,6 @@ def threads(config: FewConfig) -> int:
 
 
 def shared_bytes(scaling: int, config: FewConfig) -> int:
-    """Of a CTA: the rings of both operands and of scales of blocks, and barriers. Its sums take the rings' place."""
+    """Bytes per CTA: the pipeline stages, with both operands and block scales, and the barriers. In the epilogue the
+    accumulators overwrite the stages."""
     return config.stages * few_step_bytes(config.rows, config.groups, scaling)

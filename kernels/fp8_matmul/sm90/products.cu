@@ -1,48 +1,54 @@
-// Products of fp8 for Hopper (sm_90a): TMA, wgmma, warp specialisation, persistent. products.py compiles and launches.
+// FP8 GEMM for Hopper (sm_90a): TMA, wgmma, warp specialisation, persistent. products.py compiles and launches it.
 //
 //   y[m, n] = sum over k of a[m, k] b[n, k], scaled, + bias[n]
 //
-//   SCALING 0   scales of tensors or rows, at the end; the tensor cores keep the whole sum: tiles of 128 x 256
-//   SCALING 1   the same, but their sums of 128 terms are added in fp32: tiles of 128 x 128 or 128 x 192
-//   SCALING 2   scales of 1x128 of a and 128x128 of b: those sums are scaled before they are added: tiles of 128 x 128
-//               or 128 x 192
-//   SCALING 3   scales of 1x128 of both, in the same tiles
+//   SCALING 0   scales per tensor or row, applied in the epilogue; the tensor cores accumulate over all of K. Tiles of
+//               128 x 256
+//   SCALING 1   the same, but the accumulators are promoted: added to fp32 registers after each K-block of 128. Tiles
+//               of 128 x 128 or 128 x 192
+//   SCALING 2   scales per 1x128 of a and 128x128 of b, applied in the promotion. Tiles of 128 x 128 or 128 x 192
+//   SCALING 3   scales per 1x128 of both, in the same tiles
 //
-// Of SCALING 2 and 3 tiles may be 256 x 128 as well.
+// With SCALING 2 and 3 tiles may also be 256 x 128.
 //
-// Napkin maths for a step of 128 of k with CLUSTER 2, in cycles of an SM: products at 8192 FLOP a cycle, what L2
-// delivers to each SM at some 39 bytes, shared memory at 128 bytes (both operands of each wgmma, and what TMA writes),
-// and the issue slots of each scheduler that promotion takes, of SCALING 2 and 3.
+// Back-of-the-envelope estimate for a K-block of 128 with CLUSTER 2, in cycles per SM: the tensor cores at 8192 FLOP a
+// cycle, L2 at some 39 bytes per SM, shared memory at 128 bytes (wgmma's reads of both operands, TMA's writes), and the
+// issue slots of each scheduler for promotion, with SCALING 2 and 3.
 //
-//   tile        products   from L2          shared memory         promotion
+//   tile        wgmma      from L2          shared memory         promotion
 //   128 x 128   512        24 KiB:  630     48 + 32 KiB: 640      128, 288
 //   128 x 192   768        28 KiB:  735     64 + 40 KiB: 832      192, 432
 //   128 x 256   1024       32 KiB:  840     80 + 48 KiB: 1024
 //   256 x 128   1024       40 KiB: 1050     96 + 48 KiB: 1152     256, 576
 //
-// A CTA is a producer warpgroup and two consumer warpgroups with 64 rows of the tile each. Of 256 rows they have twice
-// 64, parts of a step that follow each other as steps do. Thread 0 of the producer fills a ring of STAGES steps by TMA;
-// with SCALING 2 and 3 all of its threads copy the scales of that step, of rows and columns, by cp.async. Tails of
-// every dimension are zeros: TMA's, and cp.async's of no bytes.
+// A CTA has a producer warpgroup and two consumer warpgroups. Each consumer computes 64 rows of the tile; of 256 rows
+// two parts of 64, in sequence for each K-block. Thread 0 of the producer fills a circular buffer of STAGES pipeline
+// stages (Ring; a slot is a stage) by TMA. With SCALING 2 and 3 all producer threads copy the row and column scales of
+// the K-block by cp.async. Tails of every dimension are zero-filled, by TMA and by cp.async with a source size of 0.
 //
-// With promotion a consumer's steps follow each other across tiles: it starts the next one as soon as a set of the
-// tensor cores' sums is free, and only then stores a tile that is complete (promotion.cuh: SETS, TURNS).
+// With promotion the consumers' main loop runs across tiles: a consumer issues the next wgmmas as soon as a set of
+// wgmma accumulators is free, and only then runs the epilogue of a completed tile (promotion.cuh: SETS, TURNS).
 //
-// With CLUSTER 2 two CTAs of a cluster have tiles below each other and the same columns. Each loads its rows of a and
-// half of b's, which TMA multicasts to both.
+// With CLUSTER 2 the two CTAs of a cluster compute vertically adjacent tiles. Each loads its rows of a and half of the
+// rows of b, which TMA multicasts to both.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, and with scales 128 that cp.async makes
-// when its copies are there; empty[s] 8, one lane of each consumer warp, from each CTA of the cluster, since its
-// producer writes into all of them; with TURNS turn[c] 4, one lane of each of a consumer's warps. The n-th use of a
-// full one waits for parity n & 1, that of an empty one for the opposite, so that the first pass finds every slot
-// empty. The other CTA's bytes may come before this one's expects them: they count all the same, and its own arrival is
-// still due. A producer waits only for consumers, all of which go through the same steps, and these only for full slots
-// and, of the same step or the one before, for each other's start, which then is not held up by a promotion: deadlock
-// freedom. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
+// Barriers and their arrivals per phase:
+//   full[s]   1 and the bytes of a stage; with block scales 128 more, which cp.async makes when its copies are complete
+//   empty[s]  8: one lane of each consumer warp in each CTA of the cluster, since this CTA's producer writes to both
+//   turn[c]   with TURNS 4: one lane of each warp of a consumer
+// The n-th wait on a full barrier is for parity n & 1. On an empty barrier it is for the opposite parity, so that in
+// the first pass every stage counts as empty. The other CTA's bytes may arrive before this CTA's expect_tx. They are
+// counted all the same, and the phase cannot complete before this CTA's own arrival.
+//
+// There is no deadlock. A producer waits only for consumers, which all process the same sequence of K-blocks. A
+// consumer waits only for full stages and for the other consumer to issue its wgmmas of the same or the previous
+// K-block, which the other does without waiting for a promotion. At the end the CTAs of a cluster wait for each other,
+// so that none writes into the shared memory of one that has exited.
 //
 // Defined by the launcher: SCALING, A_E4M3, B_E4M3, OUT32 (y is fp32; else FP16 or bf16), BIAS (0 none, 1 bf16, 2 fp16,
-// 3 fp32), BLOCK_M, BLOCK_N, TURNS, PASSES (1 to 3), LATE (a slot is given back when the next step has started),
-// STAGES, RASTER, CLUSTER (1 or 2).
+// 3 fp32), BLOCK_M, BLOCK_N, TURNS (ping-pong consumers), PASSES (1 to 3: with TURNS a consumer issues its wgmmas after
+// this many of the four wgmmas of the other's K-block), LATE (a stage is released after the wgmmas of the next K-block
+// are issued), STAGES, RASTER (height of a group in the grouped tile order, in rows of clusters), CLUSTER (1 or 2).
 
 constexpr int BLOCK_K = 128, CONSUMERS = 2;
 
@@ -74,12 +80,12 @@ struct Tile {
     int row, column;
 };
 
-// Rows of tiles are those of a cluster: CLUSTER tiles below each other, of which the last may have no rows.
+// A band is a row of clusters: CLUSTER vertically adjacent tiles, of which the last may lie past the last row.
 DEVICE int bands_of(const Problem& a) { return (a.rows + CLUSTER * BLOCK_M - 1) / (CLUSTER * BLOCK_M); }
 DEVICE int columns_of(const Problem& a) { return (a.cols + BLOCK_N - 1) / BLOCK_N; }
 DEVICE int tiles_of(const Problem& a) { return bands_of(a) * columns_of(a); }
 
-// RASTER tiles of a column, then the next column, so that what they read of b is in L2.
+// Grouped tile order: RASTER bands of one column of tiles, then of the next column, so that their rows of b are in L2.
 DEVICE Tile find_tile(const Problem& a, int place) {
     const int bands = bands_of(a), group = RASTER * columns_of(a);
     const int first = place / group * RASTER, height = min(bands - first, RASTER);
@@ -95,7 +101,7 @@ DEVICE ScaleLoads scales_of(const Problem& a, const Tile& tile) {
             a.scale_b + first * a.scale_b_row, a.scale_b_row, tile.column, a.cols - tile.column};
 }
 
-// b's rows of a step: all of them, or this CTA's share for all CTAs of the cluster.
+// The rows of b of a K-block: all of them, or this CTA's share, multicast to all CTAs of the cluster.
 DEVICE void load_b(u32 to, const TensorMap* map, int k, int column, u32 bar) {
     const int share = BLOCK_N / CLUSTER * cluster_rank();
     tma_multicast(to + share * BLOCK_K, map, k, column + share, bar);
@@ -126,14 +132,14 @@ DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Gives a slot back to the producers of the cluster: the whole warp has read it.
+// Releases a stage to the producers of the cluster, after the whole warp has read it.
 DEVICE void release(u32 smem, int slot) {
     if (BLOCKED) fence_reads();  // of scales
     else __syncwarp();
     arrive_at_all(smem + EMPTY + 8 * slot);
 }
 
-// SCALING 0: all terms into one set of sums. One step is in flight while the next is waited for.
+// SCALING 0: one set of accumulators for all of K. The wgmmas of one K-block are in flight while the next is awaited.
 template <int N> DEVICE void sum_up(float (&d)[N / 2], u32 smem, Ring& ring, int depth, int consumer) {
     int before = 0;
 #pragma unroll 1
@@ -151,8 +157,8 @@ template <int N> DEVICE void sum_up(float (&d)[N / 2], u32 smem, Ring& ring, int
 
 // ---- Epilogue -----------------------------------------------------------------------------------------------------
 
-// Numbers of the tile's columns, of which each lane loads every 32nd: were each to load its own columns', ptxas would
-// begin all loads at once, and spill. Lanes then get from each other what they need, by sums[4 j + i].
+// Scales or biases of the tile's columns. Each lane loads every 32nd: if each loaded those of its own columns, ptxas
+// would issue all loads at once and spill. Lanes then exchange them by shuffles: get(j, i) is that of sums[4 j + i].
 struct OfColumns {
     float own[BLOCK_N / 32];
     DEVICE float get(int j, int i) const {
@@ -160,7 +166,7 @@ struct OfColumns {
     }
 };
 
-// Applies scales that sums do not have yet, and the bias.
+// Applies the scales that the promotion did not apply, and the bias.
 DEVICE void finish(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer, int part) {
     const int column = tile.column + threadIdx.x % 32, row = tile.row + row_of(consumer, part);
     OfColumns x;
@@ -202,8 +208,8 @@ DEVICE void exchange(u32& kept_low, u32& kept_high, int bit) {
     else kept_high = got;
 }
 
-// Four blocks of 8 columns of a row in 16 bits. Four lanes exchange what they have of them, so that each stores one
-// block: 16 bytes.
+// Four blocks of 8 columns of a row in 16 bits. Four lanes transpose their fragments by shuffles, so that each stores
+// one block of 16 bytes.
 DEVICE void store_halves(char* to, u32 (&w)[4], bool inside) {
     exchange(w[0], w[1], 1);
     exchange(w[2], w[3], 1);
@@ -214,7 +220,7 @@ DEVICE void store_halves(char* to, u32 (&w)[4], bool inside) {
                      ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
 }
 
-// 64 of a consumer's rows.
+// Stores 64 of a consumer's rows.
 DEVICE void store_tile(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer, int part = 0) {
     constexpr int BYTES = OUT32 ? 4 : 2;
     const int first = (OUT32 ? 2 : 8) * (threadIdx.x % 4);  // of the columns that this thread stores
@@ -260,9 +266,9 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
     }
 }
 #else
-// Starts the next step of all of this CTA's tiles, of which `left` are not yet started, or a part of it. When none is
-// left it multiplies what lies in the slot, and nothing uses the result: ptxas lets wgmmas run on only where none of
-// them is conditional.
+// Issues the wgmmas of the next K-block, or of a part of its rows. `left` counts the K-blocks of all of this CTA's
+// tiles that have not been issued. At 0 it multiplies the stale contents of the stage, and the result is not used:
+// ptxas serialises wgmmas that are conditional.
 DEVICE void start(float (&d)[SUMS], u32 smem, const Ring& ring, Turn& turn, int& left, int consumer, int part = 0) {
     if (part == 0 && left-- > 0) bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
     turn.wait();

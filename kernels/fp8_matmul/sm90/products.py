@@ -1,4 +1,4 @@
-"""The product for Hopper in CUDA C++ (products.cu): which problems it takes, and its launch."""
+"""The GEMM for Hopper in CUDA C++ (products.cu): which problems it supports, and its launch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .cuda_driver import address, tensor_map
 BLOCK_K, THREADS = 128, 384  # of products.cu
 NUMBERS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BIAS of products.cu
 
-# Two tensor maps and the Problem of products.cu and few_rows.cu: out, scales, bias; strides of scales and bias; rows,
-# cols, depth.
+# Parameters of products.cu and few_rows.cu: two tensor maps, then Problem: out, scales, bias; strides of scales and
+# bias; rows, cols, depth.
 LAYOUT = "MM(PPPPqqqqqiii)"
 
 Optional = torch.Tensor | None
 
 
 def unsupported_reason(scale_a: torch.Tensor, scale_b: torch.Tensor, capability: tuple[int, int]) -> str | None:
-    """Why it cannot multiply with these scales, or None."""
+    """Why it does not support these scales or this GPU, or None."""
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if scale_a.dtype != torch.float32 or scale_b.dtype != torch.float32:
@@ -38,9 +38,9 @@ def launch(
     strides: tuple[int, ...],
     config: CudaConfig,
 ) -> Callable[..., None]:
-    """Writes out, given (a, b, scale_a, scale_b, bias, out) like these: a and b have elements, and rows that are
-    contiguous on 16-byte boundaries. `scaling` is SCALING of products.cu; `strides` are those of scale_a and scale_b,
-    by rows and by blocks of k."""
+    """Returns a function of (a, b, scale_a, scale_b, bias, out), with the properties of these, that writes out. a and b
+    are not empty, and their rows are contiguous on 16-byte boundaries. `scaling` is SCALING of products.cu; `strides`
+    are those of scale_a and scale_b, by rows and by K-blocks."""
     (rows, depth), cols = a.shape, b.shape[0]
     defines = (
         f"SCALING={scaling}",
@@ -90,11 +90,11 @@ def launch(
 
 
 def operand_map(codes: torch.Tensor, rows: int) -> cuda_driver.TensorMap:
-    """Boxes of that many rows by BLOCK_K bytes."""
+    """The tensor map of an operand, with boxes of `rows` rows by BLOCK_K bytes."""
     return tensor_map(codes.view(torch.uint8)[None, None], codes.shape[0], rows, BLOCK_K)
 
 
 def shared_bytes(scaling: int, config: CudaConfig) -> int:
-    """Of a CTA: the ring of both operands and of scales of blocks, and its barriers."""
+    """Bytes per CTA: the pipeline stages, with both operands and block scales, and the barriers."""
     rows = config.block_m + config.block_n  # of both operands
     return config.stages * (rows * BLOCK_K + (4 * rows if scaling >= 2 else 0) + 16) + 16

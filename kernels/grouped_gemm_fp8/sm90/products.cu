@@ -1,43 +1,52 @@
-// Grouped products of fp8 for Hopper (sm_90a): TMA, wgmma, warp specialisation, persistent. products.py compiles and
-// launches.
+// Grouped FP8 GEMM for Hopper (sm_90a): TMA, wgmma, warp specialisation, persistent. products.py compiles and launches
+// it.
 //
 //   WEIGHTS 0   out[r, n] = sum over k of a[r, k] b[g, n, k]                the rows r of each group g
-//               scales of 1x128 of a and 128x128 of b
+//               scales per 1x128 of a and 128x128 of b
 //   WEIGHTS 1   out[g, m, n] = sum over the rows r of group g of a[m, r] b[n, r]
-//               scales of 1x128 of both, blocks of r counted from row 0 of the whole tensor
+//               scales per 1x128 of both, blocks of r counted from row 0 of the whole tensor
 //
-// Napkin maths of a step of 128 terms: see fp8_matmul's products.cu, whose loop this is. In cycles of an SM a tile of
-// 128 x 128 takes 512 of the tensor cores and 640 of shared memory, one of 128 x 192 768 and 832; with CLUSTER 2 L2
-// delivers 24 or 32 KiB. A gradient in fp32 of a group of 1024 rows is 8 steps and 64 KiB a tile: all CTAs together
-// write it in about as many cycles as its products take, so that it must leave beside them.
+// Back-of-the-envelope estimate of a K-block of 128: see fp8_matmul's products.cu, which has the same main loop. In
+// cycles per SM a tile of 128 x 128 takes 512 of the tensor cores and 640 of shared memory, one of 128 x 192 768 and
+// 832; with CLUSTER 2 L2 delivers 24 or 32 KiB. The gradient in fp32 of a group of 1024 rows has 8 K-blocks and 64 KiB
+// per tile. All CTAs together write a tile in about as many cycles as its wgmmas take, so the stores must overlap them.
 //
-// A CTA is a producer warpgroup and two consumer warpgroups with 64 rows of the tile each. Thread 0 of the producer
-// fills a ring of STAGES steps by TMA; all of its threads copy the scales of that step by cp.async. What consumers need
-// to know of a tile comes with its steps (Step): they read no table. A consumer's steps follow each other across tiles:
-// it starts the next one as soon as a set of the tensor cores' sums is free, and only then stores a tile that is
-// complete (promotion.cuh: SETS, TURNS). Gradients leave through shared memory, by TMA, while the next tile is summed.
+// A CTA has a producer warpgroup and two consumer warpgroups. Each consumer computes 64 rows of the tile. Thread 0 of
+// the producer fills a circular buffer of STAGES pipeline stages (Ring; a slot is a stage) by TMA; all producer threads
+// copy the scales of the K-block by cp.async. The producer also writes what consumers need to know about the tile into
+// the stage (Step), so that consumers do not read the table. The consumers' main loop runs across tiles: a consumer
+// issues the next wgmmas as soon as a set of wgmma accumulators is free, and only then runs the epilogue of a completed
+// tile (promotion.cuh: SETS, TURNS). Gradients are stored through shared memory by TMA, overlapped with the next tile.
 //
-// With CLUSTER 2 two CTAs have the same rows and neighbouring columns. Each loads its columns of b and half of the rows
-// of a, which TMA multicasts to both. So groups are padded to 128 rows, as without.
+// With CLUSTER 2 the two CTAs of a cluster compute horizontally adjacent tiles. Each loads its columns of b and half of
+// the rows of a, which TMA multicasts to both. So the padding of a group is 128 rows, as without a cluster.
 //
 // Ragged edges:
-//  - of a tile with at most 64 rows the second consumer multiplies what it does not store;
-//  - what lies beyond a tensor is read as zeros by TMA, and scales of what is not there as zeros by cp.async;
-//  - rows of the next group that a tile reads only reach sums that are not stored. As a *sum* runs over rows with
-//    WEIGHTS, there a step begins at a multiple of 128, where its scales do, and what it has of other groups is
-//    overwritten by zeros in shared memory, in both operands, for 0 times NaN is NaN. Only the first and the last step
-//    of a group have such rows, and where groups begin at multiples of 128 none has.
+//  - In a tile with at most 64 rows the second consumer computes rows that it does not store.
+//  - TMA zero-fills what is out of bounds of a tensor; cp.async zero-fills the scales of rows and columns that do not
+//    exist.
+//  - Without WEIGHTS, rows of the next group that a tile loads affect only accumulators that are not stored.
+//  - With WEIGHTS the rows are the K dimension. K-blocks begin at multiples of 128, as scale blocks do. The elements of
+//    other groups are overwritten by zeros in shared memory, in both operands, because 0 times NaN is NaN. Only the
+//    first and last K-block of a group can have such rows; none has if groups begin at multiples of 128.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, and 128 that cp.async makes when its
-// copies are there; empty[s] 8, one lane of each consumer warp, from each CTA of the cluster; with TURNS turn[c] 4, one
-// lane of each of a consumer's warps. The n-th use of a full one waits for parity n & 1, that of an empty one for the
-// opposite, so that the first pass finds every slot empty. A tile without terms has one step without loads, and behind
-// the last tile there is one without anything. A producer waits only for consumers, all of which go through the same
-// steps, and these only for full slots and, of the same step or the one before, for each other's start: free of
-// deadlock. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
+// Barriers and their arrivals per phase:
+//   full[s]   1 and the bytes of a stage, and 128 that cp.async makes when its copies are complete
+//   empty[s]  8: one lane of each consumer warp in each CTA of the cluster
+//   turn[c]   with TURNS 4: one lane of each warp of a consumer
+// The n-th wait on a full barrier is for parity n & 1. On an empty barrier it is for the opposite parity, so that in
+// the first pass every stage counts as empty. A tile with an empty sum has one K-block without loads. After the last
+// tile the producer fills one more stage, without loads, whose flag is STOP.
 //
-// Defined by the launcher: WEIGHTS, A_E4M3, B_E4M3, OUT32 (out is fp32; else FP16 or bf16), BLOCK_N, TURNS, PASSES (1
-// to 3), LATE (a slot is given back when the next step has started), STAGES, RASTER, CLUSTER (1 or 2).
+// There is no deadlock. A producer waits only for consumers, which all process the same sequence of K-blocks. A
+// consumer waits only for full stages and for the other consumer to issue its wgmmas of the same or the previous
+// K-block. At the end the CTAs of a cluster wait for each other, so that none writes into the shared memory of one that
+// has exited.
+//
+// Defined by the launcher: WEIGHTS, A_E4M3, B_E4M3, OUT32 (out is fp32; else FP16 or bf16), BLOCK_N, TURNS (ping-pong
+// consumers), PASSES (1 to 3: with TURNS a consumer issues its wgmmas after this many of the four wgmmas of the other's
+// K-block), LATE (a stage is released after the wgmmas of the next K-block are issued), STAGES, RASTER (height of a
+// group in the grouped tile order), CLUSTER (1 or 2).
 
 #define SCALING (WEIGHTS ? 3 : 2)
 constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
@@ -49,12 +58,13 @@ constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
 #include "tma.cuh"
 #include "tma_store.cuh"
 
-// What TMA stores of a gradient: boxes of a consumer's 64 rows by 128 bytes.
+// The boxes of TMA stores of a gradient: a consumer's 64 rows by 128 bytes.
 constexpr int BOX_COLUMNS = OUT32 ? 32 : 64, BOX_BYTES = ROWS * 128, BOXES = WEIGHTS ? BLOCK_N / BOX_COLUMNS : 0;
 
 static_assert(!LATE || SETS == 1, "with two sets the next step starts before a slot has been read");
 
-// With a step: which of its terms belong to the tile's group, and of a tile's last one where it goes.
+// What a stage contains besides operands and scales: which K elements of the K-block belong to the tile's group, and,
+// for the last K-block of a tile, where the tile is stored.
 struct alignas(16) Step {
     int first, end;  // of the terms of the sum, from this step's first on
     int flags, rows;
@@ -68,7 +78,7 @@ constexpr int FULL = STEPS + STAGES * (int)sizeof(Step), EMPTY = FULL + 8 * STAG
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
-// A tile without terms, whose group may be -1, has none that are read.
+// For a tile with an empty sum, whose group may be -1, no scales are read.
 DEVICE ScaleLoads scales_of(const Problem& a, const Tile& tile) {
     const bool terms = tile.first < tile.end;
     const u64 column = WEIGHTS ? tile.column : tile.column / 128, block = first_step(tile) / BLOCK_K;
@@ -82,13 +92,13 @@ DEVICE void store_four(u32 to, int x, int y, int z, int w) {
     asm volatile("st.shared::cta.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// Before thread 0's arrival at the slot's full barrier.
+// Called before thread 0 arrives on the full barrier of the stage.
 DEVICE void describe_step(u32 to, const Tile& tile, int k, int flags) {
     store_four(to, tile.first - k, tile.end - k, flags, tile.rows);
     store_four(to + 16, tile.group, tile.row, tile.column, 0);
 }
 
-// a's rows of a step: all of them, or this CTA's share for all CTAs of the cluster.
+// The rows of a of a K-block: all of them, or this CTA's share, multicast to all CTAs of the cluster.
 DEVICE void load_a(u32 to, const TensorMap* map, int k, int row, u32 bar) {
     const int share = BLOCK_M / CLUSTER * cluster_rank();
     tma_multicast(to + share * BLOCK_K, map, k, row + share, bar);
@@ -135,20 +145,20 @@ DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Gives a slot back to the producers of the cluster: the whole warp has read it.
+// Releases a stage to the producers of the cluster, after the whole warp has read it.
 DEVICE void release(u32 smem, int slot) {
     fence_reads();  // of scales
     arrive_at_all(smem + EMPTY + 8 * slot);
 }
 
-// Which bits of the four bytes from `at` on belong to bytes [first, end).
+// A mask of the bits of bytes [at, at + 4) that belong to bytes [first, end).
 DEVICE u32 kept_bits(int at, int first, int end) {
     const int below = min(max(first - at, 0), 4), above = min(max(at + 4 - end, 0), 4);
     const u32 low = below == 4 ? 0 : ~0u << 8 * below, high = above == 4 ? 0 : ~0u >> 8 * above;
     return low & high;
 }
 
-// Overwrites all but bytes [first, end) of a row of 128, whose 16-byte vectors are swizzled by the row.
+// Zeroes all but bytes [first, end) of a row of 128, whose 16-byte vectors are swizzled by the row.
 DEVICE void cut_row(u32 operand, int row, int first, int end) {
 #pragma unroll 1
     for (int v = 0; v < 8; v++) {
@@ -164,8 +174,8 @@ DEVICE void cut_row(u32 operand, int row, int first, int end) {
     }
 }
 
-// Overwrites all but terms [first, end) of a step, in a consumer's rows of a and all of b. Both consumers do the same
-// to b, in any order: both write the same bytes, so that one may multiply while the other still writes them.
+// Zeroes all but K elements [first, end) of a K-block, in a consumer's rows of a and all of b. Both consumers write the
+// same bytes to b, so that one may already execute wgmmas while the other still writes.
 DEVICE void cut_step(u32 step, int first, int end, int consumer) {
     const int thread = threadIdx.x % 128;
     cut_row(step + A_BYTES, thread, first, end);
@@ -183,8 +193,8 @@ DEVICE void exchange(u32& kept_low, u32& kept_high, int bit) {
     else kept_high = got;
 }
 
-// Four blocks of 8 columns of a row in 16 bits. Four lanes exchange what they have of them, so that each stores one
-// block: 16 bytes.
+// Four blocks of 8 columns of a row in 16 bits. Four lanes transpose their fragments by shuffles, so that each stores
+// one block of 16 bytes.
 DEVICE void store_halves(char* to, u32 (&w)[4], bool inside) {
     exchange(w[0], w[1], 1);
     exchange(w[2], w[3], 1);
@@ -195,7 +205,7 @@ DEVICE void store_halves(char* to, u32 (&w)[4], bool inside) {
                      ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
 }
 
-// Rows of y, as far as they are of the tile's group.
+// Stores the rows of y that belong to the tile's group.
 DEVICE void store_rows(const Problem& a, const Step& tile, const float (&sums)[SUMS], int consumer) {
     constexpr int BYTES = OUT32 ? 4 : 2;
     const int first = (OUT32 ? 2 : 8) * (threadIdx.x % 4);  // of the columns that this thread stores
@@ -223,9 +233,9 @@ DEVICE void store_pair(u32 to, float x, float y) {
     asm volatile("st.shared::cta.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
-// Writes a consumer's sums into its boxes, whose 16-byte vectors are swizzled by the row. A vector of fp32 has the
-// numbers of two lanes. Odd rows write their vectors of 32 columns in another order: else each two rows of the four
-// that are stored at a time would be in the same banks.
+// Writes a consumer's accumulators into its boxes, whose 16-byte vectors are swizzled by the row. A vector of fp32 has
+// the elements of two lanes. Odd rows write their vectors of 32 columns in another order. Otherwise the four rows that
+// are stored at a time would have bank conflicts in pairs.
 DEVICE void stage(u32 boxes, const float (&sums)[SUMS]) {
     const int quad = threadIdx.x % 4, row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const bool odd = row % 2;
@@ -248,7 +258,8 @@ DEVICE void stage(u32 boxes, const float (&sums)[SUMS]) {
     }
 }
 
-// A group's gradient, by TMA, which leaves out what is beyond it. The boxes are free when it has read the tile before.
+// Stores a tile of a group's gradient by TMA, which clips at the bounds of the matrix. The boxes are free when TMA has
+// read the previous tile.
 DEVICE void store_boxes(const Problem& a, const TensorMap* map, const Step& tile, u32 boxes, const float (&sums)[SUMS],
                         int consumer) {
     const bool one = threadIdx.x % 128 == 0;
@@ -265,7 +276,7 @@ DEVICE void store_boxes(const Problem& a, const TensorMap* map, const Step& tile
     }
 }
 
-// ---- A consumer's steps -------------------------------------------------------------------------------------------
+// ---- A consumer's main loop ---------------------------------------------------------------------------------------
 
 template <int N> DEVICE void clear(float (&x)[N]) {
 #pragma unroll
@@ -281,8 +292,9 @@ DEVICE int4 load_ints(u32 address) {
 
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// Starts the next step and returns its flags. Behind the last one, and of a tile without terms, it multiplies what lies
-// in the slot, and the result is discarded: ptxas lets wgmmas run on only where none of them is conditional.
+// Issues the wgmmas of the next K-block and returns its flags. After the last one, and for a tile with an empty sum, it
+// multiplies the stale contents of the stage, and the result is discarded: ptxas serialises wgmmas that are
+// conditional.
 DEVICE int start(float (&d)[SUMS], u32 smem, const Ring& ring, Turn& turn, int flags, int consumer) {
     const u32 operands = smem + ring.slot * OPERAND_BYTES;
     if (!(flags & STOP)) {

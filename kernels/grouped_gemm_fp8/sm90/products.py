@@ -1,4 +1,4 @@
-"""The products for Hopper in CUDA C++ (products.cu): which problems they take, and their launches."""
+"""The grouped GEMMs for Hopper in CUDA C++ (products.cu): which problems they support, and their launches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ BLOCK_M, BLOCK_K, THREADS = 128, 128, 384  # of products.cu
 BOX_ROWS, BOX_BYTES = 64, 128  # of what TMA stores of a gradient
 STEP_BYTES = 32  # what a step says of its tile
 
-# Three tensor maps and products.cu's Problem: table, out, scales; strides of scales; groups, rows, cols, depth.
+# Parameters of products.cu: three tensor maps, then Problem: table, out, scales; strides of scales; groups, rows, cols,
+# depth.
 _LAYOUT = "MMM(PPPPqqqqqiiii)"
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def unsupported_reason(a: torch.Tensor, b: torch.Tensor, capability: tuple[int, int]) -> str | None:
-    """Why it cannot multiply on this GPU, or None."""
+    """Why it does not support this GPU, or None."""
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     return cuda_driver.no_compiler()
@@ -35,8 +36,9 @@ def rows_launch(
     out_dtype: torch.dtype,
     config: CudaConfig,
 ) -> Write:
-    """Writes y, given (x, weights, scale_x, scale_w, table, y) like these: x and weights have elements, and rows that
-    are contiguous on 16-byte boundaries. The table's tiles have BLOCK_M rows."""
+    """Returns a function of (x, weights, scale_x, scale_w, table, y), with the properties of these, that writes y. x
+    and weights are not empty, and their rows are contiguous on 16-byte boundaries. The table's tiles have BLOCK_M
+    rows."""
     (rows, depth), (groups, cols, _) = x.shape, weights.shape
     most = (rows // BLOCK_M + groups + 1) * -(-cols // (config.block_n * config.cluster))
     a_map, b_map = _map(x[None, None], BLOCK_M // config.cluster), _map(weights[None], config.block_n)
@@ -53,7 +55,8 @@ def weights_launch(
     out_dtype: torch.dtype,
     config: CudaConfig,
 ) -> Write:
-    """Writes dweights, given (dy_t, x_t, scale_dy, scale_x, table, dweights), operands as in `rows_launch`."""
+    """Returns a function of (dy_t, x_t, scale_dy, scale_x, table, dweights) that writes dweights. Operands are as in
+    `rows_launch`."""
     rows, cols = dy_t.shape[0], x_t.shape[0]
     tiles = groups * -(-rows // BLOCK_M) * -(-cols // (config.block_n * config.cluster))
     out = torch.empty((1, groups, rows, cols), dtype=out_dtype, device="meta")
@@ -67,7 +70,7 @@ def weights_launch(
 
 
 def _map(codes: torch.Tensor, rows: int) -> cuda_driver.TensorMap:
-    """Boxes of that many rows by BLOCK_K bytes, of a tensor of four dimensions."""
+    """The tensor map of a tensor of four dimensions, with boxes of `rows` rows by BLOCK_K bytes."""
     return tensor_map(codes.view(torch.uint8), codes.shape[2], rows, BLOCK_K)
 
 
@@ -82,8 +85,9 @@ def _start(
     strides: tuple[int, ...],
     sizes: tuple[int, ...],
 ) -> Write:
-    """Launches the kernel, for at most `tiles` tiles, or clusters of them. `maps` are those of a, b and, of a gradient,
-    the result; `strides` those of a's scales by rows and blocks, and of b's by groups, rows and blocks."""
+    """Launches the kernel for at most `tiles` tiles per CTA of a cluster. `maps` are the tensor maps of a, b and, for
+    gradients, the result. `strides` are those of a's scales by rows and K-blocks, and of b's by groups, rows and
+    K-blocks."""
     defines = (
         f"WEIGHTS={weights}",
         f"A_E4M3={int(a.dtype == torch.float8_e4m3fn)}",
@@ -131,7 +135,7 @@ def _start(
 
 
 def shared_bytes(config: CudaConfig, weights: bool, out_dtype: torch.dtype) -> int:
-    """Of a CTA: the ring of both operands, their scales and what steps say, a tile of a gradient, and barriers."""
+    """Bytes per CTA: the pipeline stages (both operands, their scales, Step), a tile of a gradient, and barriers."""
     operands, scales = (BLOCK_M + config.block_n) * BLOCK_K, 4 * (BLOCK_M + config.block_n)
     tile = BLOCK_M * config.block_n * out_dtype.itemsize if weights else 0
     return config.stages * (operands + scales + STEP_BYTES + 16) + tile + 16

@@ -1,5 +1,5 @@
-// The problem, and which tile a CTA takes in a round. The launcher defines WEIGHTS, BLOCK_N, CLUSTER and RASTER: see
-// products.cu, which has the other blocks.
+// The problem, and the tile scheduler: which tile a CTA computes in each wave (here a round). The launcher defines
+// WEIGHTS, BLOCK_N, CLUSTER and RASTER; products.cu defines BLOCK_M and BLOCK_K.
 #pragma once
 
 #include "cluster.cuh"
@@ -21,21 +21,22 @@ struct Tile {
     int first, end;          // of the terms of the sum
 };
 
-// Columns of tiles are those of a cluster: CLUSTER tiles beside each other, of which the last may have no columns.
+// A column of tiles is a column of clusters: CLUSTER horizontally adjacent tiles, of which the last may lie past the
+// last column.
 DEVICE int columns_of(const Problem& a) { return (a.cols + CLUSTER * BLOCK_N - 1) / (CLUSTER * BLOCK_N); }
 DEVICE int tiles_of(const Problem& a) {
     const int columns = columns_of(a);
     return WEIGHTS ? a.groups * ((a.rows + BLOCK_M - 1) / BLOCK_M) * columns : a.table[0] * columns;
 }
 
-// RASTER tiles of a column, then the next column, so that what they read of b is in L2.
+// Grouped tile order: RASTER tiles of a column, then of the next column, so that their columns of b are in L2.
 DEVICE void raster(int place, int tiles_m, int tiles_n, int& tile_m, int& tile_n) {
     const int band = RASTER * tiles_n, first = place / band * RASTER, height = min(tiles_m - first, RASTER);
     tile_n = place % band / height;
     tile_m = first + place % band % height;
 }
 
-// The sum of a row or group without terms has first = end = 0.
+// A tile whose sum is empty has first = end = 0.
 DEVICE Tile find_tile(const Problem& a, int place) {
     const int tiles_n = columns_of(a);
     const int4* entries = reinterpret_cast<const int4*>(a.table) + 1;
@@ -58,14 +59,14 @@ DEVICE Tile find_tile(const Problem& a, int place) {
     return tile;
 }
 
-// The first term of a tile's first step.
+// Where the first K-block of a tile begins.
 DEVICE int first_step(const Tile& tile) { return tile.first & -BLOCK_K; }
 
 DEVICE int clusters() { return gridDim.x / CLUSTER; }
 
-// The tile, or pair of tiles, that a cluster takes in a round. Sums of the weights' gradient are as long as their
-// groups are large, and sorted by that: there every other round goes through the clusters backwards, which evens them
-// out.
+// The tile, or pair of tiles, that a cluster computes in a wave. In the weights' gradient K is the size of the group,
+// and groups are sorted by it. There every other wave assigns tiles to clusters in reverse order, which balances the
+// load.
 DEVICE int place_of(int round) {
     const int own = blockIdx.x / CLUSTER;
     return round * clusters() + (WEIGHTS && round % 2 ? clusters() - 1 - own : own);

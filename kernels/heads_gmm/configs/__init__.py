@@ -19,7 +19,8 @@ MAX_LOSS_BLOCK = 1024  # the same where one CTA has all of them
 
 @dataclass(frozen=True)
 class FwdConfig:
-    """A CTA takes `block_m` rows and `heads` heads, `block_h` columns of the hidden and `block_k` of x at a time."""
+    """A CTA computes `block_m` rows and `heads` heads, in blocks of `block_h` hidden columns, with K-blocks of
+    `block_k`."""
 
     block_m: int
     block_h: int
@@ -39,10 +40,10 @@ def pick_fwd_config(
     capability: tuple[int, int],
     sms: int,
 ) -> FwdConfig:
-    """Configuration of the forward. Pure. On Hopper, measured on one H200: 128 rows by 256 columns and two heads a CTA
-    for many rows, 7.70 ms of 205 000 (five heads 7.94, ten 8.36; 64 by 128 8.8); 64 by 128 and a head a CTA for few,
-    212 us of 5000 (two heads 282). Elsewhere, not measured: as many heads a CTA as leave two CTAs to each SM; fp32 has
-    all operands of a step in registers, and spills with 4 warps."""
+    """Configuration of the forward. Pure. On Hopper, measured on one H200: 128 rows by 256 columns and two heads per
+    CTA for many rows, 7.70 ms for 205 000 (five heads 7.94, ten 8.36; 64 by 128 8.8); 64 by 128 and one head per CTA
+    for few, 212 us for 5000 (two heads 282). Elsewhere, not measured: as many heads per CTA as still give two CTAs per
+    SM; fp32 has all operands of a K-block in registers, and spills with 4 warps."""
     if not aligned or dtype == torch.float32 or dim <= 64:
         block_m, warps = fit(rows, 32 if dim <= 64 else 64), 8 if dtype == torch.float32 else 4
         return FwdConfig(block_m, fit(hidden, 32), fit(dim, 32), _heads(rows, block_m, heads, sms), 2, warps)
@@ -57,27 +58,27 @@ def pick_fwd_config(
 
 
 def _heads(rows: int, block_m: int, heads: int, sms: int) -> int:
-    """Heads a CTA such that there are two CTAs to each SM, if there can be."""
+    """Heads per CTA that give two CTAs per SM, if possible."""
     groups = triton.cdiv(2 * sms, max(1, triton.cdiv(rows, block_m)))
     return triton.cdiv(heads, min(heads, groups))
 
 
 def pick_loss_block(rows: int) -> int:
-    """Rows of a CTA that joins statistics. Pure. One CTA for few rows, so that no other kernel adds up their losses: a
-    launch takes longer. Estimated, not measured."""
+    """Rows of a CTA that combines statistics. Pure. One CTA for few rows, so that no second kernel has to sum the
+    losses: a launch takes longer. Estimated, not measured."""
     return fit(rows, MAX_LOSS_BLOCK) if rows <= MAX_LOSS_BLOCK else LOSS_BLOCK
 
 
 def pick_save(save: str, heads: int, dim: int, dtype: torch.dtype) -> bool:
-    """Whether the parameters of the mixture are kept for the backward. Pure. "auto" keeps them where they take at most
-    an eighth of what x does, which is kept in any case: 120 bytes a row beside 1024 for ten heads of 512 columns in 16
-    bits. Without them the backward makes the forward's product again: by the records of one H200 it
-    then takes 1.3 to 1.4 times as long from 5000 rows on."""
+    """Whether the parameters of the mixture are saved for the backward. Pure. "auto" saves them if they need at most an
+    eighth of the bytes of x, which is saved in any case: 120 bytes a row beside 1024 for ten heads of 512 columns in 16
+    bits. Without them the backward recomputes the forward's GEMM: by the records of one H200 it then takes 1.3 to 1.4
+    times as long from 5000 rows on."""
     small = 8 * PARAMETER_BYTES * heads <= dim * dtype.itemsize
     return save == "parameters" or (save == "auto" and small)
 
 
 def pick_incoming_rows(heads: int) -> int:
-    """Rows of a CTA that makes the gradients of the parameters: some 1024 components, four to each thread of 8 warps;
-    of eight it spills. Pure."""
+    """Rows of a CTA that computes the gradients of the parameters: some 1024 components, four for each thread of 8
+    warps; with eight it spills. Pure."""
     return max(1, 1024 // triton.next_power_of_2(heads))

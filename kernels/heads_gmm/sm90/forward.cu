@@ -1,6 +1,6 @@
-// The forward of heads_gmm for Hopper (sm_90a). heads.cuh says how it works and what is defined; forward.py compiles
-// and launches it. The epilogue is that of kernel.py: parameters of the mixture, and of each row and group of heads its
-// statistics: top, weights, m and density.
+// The forward of heads_gmm for Hopper (sm_90a). heads.cuh documents the algorithm and the definitions; forward.py
+// compiles and launches it. The epilogue is that of kernel.py: it computes the parameters of the mixture, and for each
+// row and group of heads the statistics top, weights, m and density.
 
 #include "heads.cuh"
 
@@ -14,7 +14,7 @@ struct Output {
     int wide_bias, wide_y;
 };
 
-// A number of fp32 or of 16 bits.
+// Loads an element of fp32 or of 16 bits.
 DEVICE float load_number(const void* from, u64 at, int wide) {
     return wide ? ((const float*)from)[at] : widen(((const u16*)from)[at]);
 }
@@ -27,12 +27,12 @@ struct Statistics {
     float top, weights, m, density;
 };
 
-// With one more component.
+// The statistics with one more component.
 DEVICE Statistics add(const Statistics& s, float logit, float mu, float log_sigma, float y) {
     Statistics t;
     t.top = fmaxf(s.top, logit);
     const float a = (logit - or_zero(t.top)) * LOG2_E;
-    // Without a component before there is nothing to rescale: weights is 0, and m -inf.
+    // Before the first component there is nothing to rescale: weights is 0, and m -inf.
     const float shift = s.top == -INFINITE ? 0.0f : (s.top - or_zero(t.top)) * LOG2_E, before = s.m + shift;
     const float z = (y - mu) * exp2_(log_sigma * -LOG2_E);
     const float joint = fmaf(z * (-0.5f * LOG2_E), z, fmaf(log_sigma, -LOG2_E, a));
@@ -42,8 +42,8 @@ DEVICE Statistics add(const Statistics& s, float logit, float mu, float log_sigm
     return t;
 }
 
-// Of the four lanes that have a row and the eighth after it, the first takes one and the second the other. Statistics
-// are in memory, in L2, from head to head: the main loop has no registers for them.
+// Four lanes hold the parameters of a row and of the row 8 below it. The first lane processes one of these rows and the
+// second the other. Statistics are kept in global memory (L2) between heads: the main loop has no registers for them.
 struct AddComponent {
     const Heads& p;
     const Output& o;

@@ -12,7 +12,7 @@ from .heads import forward_launch
 
 Optional = torch.Tensor | None
 
-# forward.cu's Output: bias and its strides, y and its stride, statistics, parameters, whether bias and y are fp32.
+# Output of forward.cu: bias and its strides, y and its stride, statistics, parameters, whether bias and y are fp32.
 _LAYOUT = "PqqPqPPii"
 
 
@@ -26,9 +26,9 @@ def launch(
     config: CudaConfig,
     first: int = 0,
 ) -> Callable[..., None]:
-    """Writes statistics [groups, rows, 4] and parameters [rows, K, 3], each unless None, given (x, w1, w2, bias, y,
-    statistics, parameters) like these, of which x, [rows, D], and y are taken from row `first` on;
-    `heads.unsupported_reason` is None."""
+    """Returns a function of (x, w1, w2, bias, y, statistics, parameters), with the properties of these, that writes
+    statistics [groups, rows, 4] and parameters [rows, K, 3], each unless None. x [rows, D] and y are read from row
+    `first` on. `heads.unsupported_reason` is None."""
     start = forward_launch("forward.cu", "heads_gmm_forward", _LAYOUT, x, w1, w2, activation, config)
     stride_bg, stride_bo = (0, 0) if bias is None else bias.stride()
     stride_y = y.stride(0)

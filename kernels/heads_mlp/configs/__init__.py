@@ -14,8 +14,8 @@ from .heads_forward import pick_backend as pick_backend
 
 @dataclass(frozen=True)
 class FwdConfig:
-    """A CTA takes `block_m` rows and `heads` heads, `block_h` columns of the hidden at a time. `resident`: x is loaded
-    once for all of them, in rows of `block_k`."""
+    """A CTA computes `block_m` rows and `heads` heads, in blocks of `block_h` hidden columns, with K-blocks of
+    `block_k`. `resident`: x is loaded once for all of them."""
 
     block_m: int
     block_h: int
@@ -37,9 +37,9 @@ def pick_fwd_config(
     sms: int,
 ) -> FwdConfig:
     """Configuration of the forward. Pure. Small tensors are in one block. On Hopper, measured on one H200: 128 rows by
-    256 columns, and half the heads a CTA, are 12 % faster than 128 by 128 for 205 000 rows; 64 by 128, and a head a
-    CTA, 15 % faster for 5000. x is better read again from L2 than kept. Elsewhere, not measured: as many heads a CTA as
-    leave two CTAs to each SM."""
+    256 columns with half the heads per CTA are 12 % faster than 128 by 128 for 205 000 rows; 64 by 128 with one head
+    per CTA 15 % faster for 5000. Reading x again from L2 is faster than keeping it. Elsewhere, not measured: as many
+    heads per CTA as still give two CTAs per SM."""
     if dim <= 64:
         block_m, block_h = fit(rows, 32), fit(hidden, 32)
         return FwdConfig(block_m, block_h, fit(dim, 64), heads, resident=True, stages=1, num_warps=4)
@@ -58,6 +58,6 @@ def pick_fwd_config(
 
 
 def _heads(rows: int, block_m: int, heads: int, sms: int) -> int:
-    """Heads a CTA such that there are two CTAs to each SM, if there can be."""
+    """Heads per CTA that give two CTAs per SM, if possible."""
     groups = triton.cdiv(2 * sms, max(1, triton.cdiv(rows, block_m)))
     return triton.cdiv(max(1, heads), min(max(1, heads), groups))

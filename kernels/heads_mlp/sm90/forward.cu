@@ -1,5 +1,5 @@
-// The forward of heads_mlp for Hopper (sm_90a). heads.cuh says how it works and what is defined; forward.py compiles
-// and launches it.
+// The forward of heads_mlp for Hopper (sm_90a). heads.cuh documents the algorithm and the definitions; forward.py
+// compiles and launches it.
 
 #include "heads.cuh"
 

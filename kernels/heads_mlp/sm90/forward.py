@@ -12,10 +12,11 @@ from .heads import forward_launch
 
 
 def launch(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str) -> Callable[..., None]:
-    """Writes y [rows, K, O], given (x, w1, w2, y) like these: x is [rows, D]; `heads.unsupported_reason` is None."""
+    """Returns a function of (x, w1, w2, y), with the properties of these, that writes y [rows, K, O]; x is [rows, D];
+    `heads.unsupported_reason` is None."""
     rows, (heads, hidden, _), (_, sms) = x.shape[0], w1.shape, device_of(x)
     config = heads_forward.pick_cuda_config(rows, heads, hidden, sms)
-    # forward.cu's Output: y.
+    # Output of forward.cu: y.
     start = forward_launch("forward.cu", "heads_mlp_forward", "P", x, w1, w2, activation, config)
 
     def run(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, y: torch.Tensor) -> None:

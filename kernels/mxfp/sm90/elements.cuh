@@ -1,5 +1,5 @@
-// Elements and scales of two columns, one in each half of a register: the arithmetic of pairs.py, in which neighbours of a
-// block share a register. Every result is defined to the bit (reference.py).
+// Elements and scales of two columns, one in each half of a register. The arithmetic is that of pairs.py, where the two
+// halves are adjacent elements of a block. Every result is defined to the bit (reference.py).
 //
 // Defined by the launcher: WIDTH, MANTISSA, BIAS and LARGEST_CODE of an element, EMAX, NVFP4.
 #pragma once
@@ -10,9 +10,9 @@ constexpr int STEP = 32, BLOCK = NVFP4 ? 16 : 32;  // rows of a step, and of a b
 constexpr u32 NOT_FINITE = 0x7F80;                 // the least bits of a magnitude in bf16 that is no finite number
 
 #if WIDTH != 8
-// The codes of y >= 0 in bf16 without a sign. With e the exponent of y above that of the smallest normal element, a sum
-// with 2^(e + 7 - MANTISSA) is rounded to a step of the element, of which its last bits are the number. The code is that
-// number + (e << MANTISSA).
+// The codes, without sign, of y >= 0 in bf16. Let e be the exponent of y minus that of the smallest normal element. The
+// sum of y and 2^(e + 7 - MANTISSA) is rounded to a multiple of the element's unit in the last place; the last bits of
+// the sum are that multiple. The code is the multiple + (e << MANTISSA).
 DEVICE u32 encode(u32 y) {
     constexpr int SHIFT = 7 - MANTISSA;
     constexpr u32 LEAST = (128 - BIAS) << 7;
@@ -27,7 +27,8 @@ struct Factor {
     float low, high;
 };
 
-// Rounded to fp32 and then to odd in bf16, so that what is rounded next is rounded as the number in fp32 is; at most 8.
+// The product rounded to fp32 and then to odd in bf16, so that the next rounding gives the same result as from fp32; at
+// most 8.
 DEVICE u32 scaled(u32 magnitude, Factor factor) {
     const u32 a = __float_as_uint(__uint_as_float(magnitude << 16) * factor.low);
     const u32 b = __float_as_uint(__uint_as_float(magnitude & 0x7FFF0000) * factor.high);
@@ -58,8 +59,8 @@ DEVICE u32 find_scale(u32 most, float, Factor& factor) {
 }
 #endif
 
-// The codes of the scales of x[FIRST] to x[FIRST + BLOCK - 1], a block of each column, and what it is to be multiplied by.
-// A block that is not finite has the scale NaN and becomes zeros, and so does every one if `usable` is false.
+// The codes of the scales of x[FIRST] to x[FIRST + BLOCK - 1], a block of each column, and the factors of the blocks.
+// The scale of a block that is not finite is NaN, and its elements become zeros. If `usable` is false, so do all.
 template <int FIRST>
 DEVICE u32 find_scales(u32 (&x)[STEP], float tensor_scale, bool usable, Factor& factor) {
     constexpr u32 NAN_SCALE = NVFP4 ? 0x7F : 0xFF;
@@ -75,7 +76,7 @@ DEVICE u32 find_scales(u32 (&x)[STEP], float tensor_scale, bool usable, Factor& 
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) x[FIRST + i] &= ~wrong;
     }
-    // Magnitudes are found again below: kept since the maximum, they would take as many registers as x.
+    // Magnitudes are computed again below: kept since the maximum, they would need as many registers as x.
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) pin(x[FIRST + i]);
     const u32 codes = find_scale(most, tensor_scale, factor);
@@ -83,13 +84,13 @@ DEVICE u32 find_scales(u32 (&x)[STEP], float tensor_scale, bool usable, Factor& 
 }
 
 #if WIDTH == 8
-// A word of a column: four numbers of fp32, of which the first is in the lowest bits.
+// A word of a column from four fp32 values, the first in the lowest bits.
 DEVICE u32 four(float a, float b, float c, float d) {
     return BIAS == 7 ? to_e4m3(a, b) | to_e4m3(c, d) << 16 : to_e5m2(a, b) | to_e5m2(c, d) << 16;
 }
 
-// The step as the words of either column, the first row in the lowest bits. Products are exact, but where they are too
-// small for fp32 and any element.
+// The 32 rows as words of either column, the first row in the lowest bits. Products are exact, except those too small
+// for fp32, which are too small for any element as well.
 DEVICE void round_and_pack(const u32 (&x)[STEP], Factor factor, u32 (&left)[WIDTH], u32 (&right)[WIDTH]) {
     const float low = __uint_as_float(factor << 16), high = __uint_as_float(factor & 0xFFFF0000);
 #pragma unroll
@@ -104,7 +105,7 @@ DEVICE void round_and_pack(const u32 (&x)[STEP], Factor factor, u32 (&left)[WIDT
     }
 }
 #else
-// x[FIRST] to x[FIRST + BLOCK - 1] become their codes.
+// Replaces x[FIRST] to x[FIRST + BLOCK - 1] by their codes.
 template <int FIRST>
 DEVICE void round(u32 (&x)[STEP], Factor factor) {
 #pragma unroll
@@ -123,7 +124,7 @@ DEVICE void pack_four(const u32 (&q)[4], u32* words) {
 }
 #endif
 
-// The codes of a step as the words of either column, the first row in the lowest bits.
+// Packs the codes of 32 rows into words of either column, the first row in the lowest bits.
 DEVICE void pack(const u32 (&codes)[STEP], u32 (&left)[WIDTH], u32 (&right)[WIDTH]) {
 #if WIDTH == 6
 #pragma unroll

@@ -1,4 +1,4 @@
-// The instructions that the kernel takes from PTX: on the two 16-bit numbers of a register, conversions to 8 bits, a load.
+// PTX instructions of the kernel: on the two 16-bit halves of a register, conversions to 8 bits, a load.
 #pragma once
 
 #include "types.cuh"
@@ -15,7 +15,7 @@ DEVICE u32 smaller(u32 a, u32 b) {
     asm("min.u16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
-// Of bf16, subnormal numbers included.
+// In bf16, subnormal numbers included.
 DEVICE u32 product(u32 a, u32 b) {
     u32 y;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
@@ -30,7 +30,7 @@ DEVICE u32 added(u32 a, u32 b) {
 DEVICE u32 lower(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
 DEVICE u32 upper(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
 
-// What the compiler knows of x ends here.
+// Hides from the compiler what it knows about x.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
 
 // Two bytes, `low` in the lower one: rounded to nearest, ties to even, saturating.
@@ -45,7 +45,7 @@ DEVICE u32 to_e5m2(float low, float high) {
     return y;
 }
 
-// Of what is read once: no line of L1 is kept for it.
+// For data that is read once: no line of L1 is allocated.
 DEVICE u32 load(const char* at) {
     u32 x;
     asm("ld.global.nc.L1::no_allocate.b32 %0, [%1];" : "=r"(x) : "l"(at));

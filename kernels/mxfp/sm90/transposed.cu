@@ -1,17 +1,20 @@
-// Quantisation of x bf16 [rows, columns] in blocks along its rows' index, for Hopper (sm_90a): data and scales are rows of
-// the result [columns, ...]. transposed.py compiles and launches.
+// Quantisation of x bf16 [rows, columns] in blocks along the first dimension, for Hopper (sm_90a). Data and scales are
+// transposed: [columns, ...]. transposed.py compiles and launches it.
 //
-// A thread has two neighbouring columns, one in each half of a register, and 32 rows of them: whole blocks. So a warp loads
-// segments of 128 bytes, and scale, rounding and packing need no other thread. The transposition is that of packed codes:
-// a warp leaves STEPS * 32 rows of its 64 columns in shared memory and writes them as segments of the result's rows.
+// A thread has two adjacent columns, one in each half of a register, and 32 rows of them, which are whole blocks. So a
+// warp loads segments of 128 bytes, and the scale, rounding and packing need no other thread. Only the packed codes are
+// transposed: a warp writes STEPS iterations of 32 rows of its 64 columns to shared memory, and from there stores
+// segments of the result's rows.
 //
-// Napkin maths, 8192 x 8192, one NVIDIA H200 (132 SMs, 4254 GB/s), bytes read and written: mxfp8 134 + 69 MB, 48 us; mxfp6
-// 134 + 52 MB, 44 us; mxfp4 134 + 36 MB, 40 us; nvfp4 134 + 38 MB, 40 us. An SM has 508000 elements, 3970
-// a lane of its four schedulers. An element of mxfp8 takes 7 instructions of SASS and one of mxfp4 10, addresses included: issued
-// in 15 and 21 us at 1.85 GHz. Of these mxfp4 has 6.5 of the integer pipe, 28 us at 64 a cycle and SM. Little's law asks
-// for 3 MB in flight, 23 KB an SM: six warps that wait for their 32 loads of 128 bytes. 28 or 32 warps are resident.
+// Back-of-the-envelope estimate, 8192 x 8192, one NVIDIA H200 (132 SMs, 4254 GB/s), bytes read and written: mxfp8
+// 134 + 69 MB, 48 us; mxfp6 134 + 52 MB, 44 us; mxfp4 134 + 36 MB, 40 us; nvfp4 134 + 38 MB, 40 us. An SM processes
+// 508000 elements, 3970 per lane of its four schedulers. An element takes 7 SASS instructions with mxfp8 and 10 with
+// mxfp4, addresses included: issued in 15 and 21 us at 1.85 GHz. With mxfp4 6.5 of these use the integer pipe, 28 us at
+// 64 a cycle and SM. Little's law requires 3 MB in flight, 23 KB per SM: six warps that wait for their 32 loads of 128
+// bytes. 28 or 32 warps are resident.
 //
-// Defined by the launcher: what elements.cuh takes, STEPS (of 32 rows a warp), WARPS (side by side along the columns), SHARED (bytes).
+// Defined by the launcher: the definitions of elements.cuh, STEPS (iterations of 32 rows), WARPS (of a CTA, with
+// adjacent columns), SHARED (bytes).
 
 #include "elements.cuh"
 
@@ -37,13 +40,13 @@ struct Problem {
     int rows, columns, tiles;  // of x; tiles of its columns
 };
 
-// Column 2 i is in slot i, column 2 i + 1 in slot 32 + i.
+// The staging buffer of a warp. Column 2 i is in slot i, column 2 i + 1 in slot 32 + i.
 struct Staged {
     Unit data[COLUMNS * PITCH];
     alignas(8) unsigned char scales[COLUMNS * SCALES];
 };
 
-// 32 rows of two columns, with zeros where x has ended; `rows` are left.
+// Loads 32 rows of two columns, with zeros past the last of the `rows` that remain.
 DEVICE void load_step(u32 (&x)[STEP], const char* at, u64 pitch, int rows) {
     if (rows >= STEP) {
 #pragma unroll
@@ -62,7 +65,7 @@ DEVICE Unit unit_of(const u32* words) {
 #endif
 }
 
-// Both columns of a thread, from the loads to shared memory.
+// Quantises both columns of a thread and writes them to shared memory.
 DEVICE void quantize_step(u32 (&x)[STEP], Staged& to, int step, float tensor_scale, bool usable) {
     const int lane = threadIdx.x % 32;
     unsigned char* const scales = to.scales + lane * SCALES + step * (STEP / BLOCK);
@@ -88,8 +91,9 @@ DEVICE void quantize_step(u32 (&x)[STEP], Staged& to, int step, float tensor_sca
     }
 }
 
-// The first `units` of each column of the warp from `column` on; a row of the result has `width` of them. A store of the
-// warp is of SLOTS columns, whose distance from a thread's first one is known when this is compiled.
+// Stores the first `units` units of each column of the warp, from `column` on; a row of the result has `width` units. A
+// store instruction of the warp covers SLOTS columns. Their offsets from a thread's first one are compile-time
+// constants.
 DEVICE void store_data(const Problem& p, const Staged& from, u32 column, u32 unit, u32 units, u32 width) {
     const u32 lane = threadIdx.x % 32, first = lane / UNITS, place = lane % UNITS, left = p.columns - column;
     if (first >= SLOTS || place >= units) return;
@@ -102,7 +106,7 @@ DEVICE void store_data(const Problem& p, const Staged& from, u32 column, u32 uni
     }
 }
 
-// Two columns of a thread, which wrote them itself: as a word where that is whole and on its boundary.
+// Stores the scales of a thread's two columns, which it wrote itself: as one word if that is complete and aligned.
 DEVICE void store_scales(const Problem& p, const Staged& from, u32 column, u32 first, u32 count, u32 width) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -123,7 +127,7 @@ DEVICE void store_scales(const Problem& p, const Staged& from, u32 column, u32 f
     }
 }
 
-// As kernel.py has it: amax / (448 * 6), at least 2^-117.
+// The same as in kernel.py: amax / (448 * 6), at least 2^-117.
 DEVICE float find_tensor_scale(const Problem& p, bool& usable) {
     if (p.amax == nullptr) {
         const float given = *p.tensor_scale;
@@ -142,13 +146,13 @@ mxfp_quantize_transposed(const __grid_constant__ Problem p) {
     extern __shared__ __align__(16) char shared[];
     static_assert(sizeof(Staged) * WARPS == SHARED, "transposed.py has another size");
     Staged& staged = ((Staged*)shared)[threadIdx.x / 32];
-    // After a pass that sought `amax` the last rows of x are in L2.
+    // After the pass that computed `amax` the last rows of x are in L2, so tiles are processed in reverse order.
     const u32 tile = NVFP4 && p.amax ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int column = (tile % p.tiles * WARPS + threadIdx.x / 32) * COLUMNS, row = tile / p.tiles * (STEPS * STEP);
     if (column >= p.columns) return;
     bool usable = true;
     const float tensor_scale = NVFP4 ? find_tensor_scale(p, usable) : 1;
-    // What lies beyond the last columns loads these again, and is not stored.
+    // Threads past the last columns load these again, and store nothing.
     const int mine = min(column + 2 * (int)(threadIdx.x % 32), p.columns - 2);
     const char* at = p.x + row * p.pitch + mine * 2ull;
     const int rows = min(STEPS * STEP, p.rows - row), steps = (rows + STEP - 1) / STEP;

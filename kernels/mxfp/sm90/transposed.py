@@ -1,4 +1,4 @@
-"""Quantisation along x's other dimension for Hopper in CUDA C++ (transposed.cu): what it takes, and its launch."""
+"""Quantisation along x's other dimension for Hopper in CUDA C++ (transposed.cu): what it supports, and its launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .cuda_driver import address
 STEP, WARP_COLUMNS = 32, 64  # rows of a step of the kernel, and columns of a warp
 _LARGEST_SIZE = 2**31 - 4096  # of a dimension: with the rest of a tile it is an int
 
-# transposed.cu's Problem: x, data, scales, tensor_scale, amax; pitch; rows, columns, tiles.
+# Problem of transposed.cu: x, data, scales, tensor_scale, amax; pitch; rows, columns, tiles.
 _LAYOUT = "(PPPPPqiii)"
 
 
@@ -27,9 +27,9 @@ def unsupported_reason(
     aligned: bool,
     capability: tuple[int, int],
 ) -> str | None:
-    """Why it cannot quantise x [rows, dim], of which `dim` has the blocks, or None.
+    """Why it does not support x [rows, dim], whose blocks are along `dim`, or None.
 
-    aligned   whether x begins on 16 bytes
+    aligned   whether x begins on a 16-byte boundary
     """
     rows, dim = shape
     if capability != (9, 0):
@@ -46,8 +46,9 @@ def unsupported_reason(
 
 
 def launch(x: torch.Tensor, layout: Format, config: CudaConfig) -> Callable[..., None]:
-    """Takes (x, data, scales, tensor_scale, amax), x [rows, dim] as `unsupported_reason` wants it. With an amax, the
-    bits of the largest magnitude, tensor_scale is written, else read."""
+    """Returns a function of (x, data, scales, tensor_scale, amax) that writes data and scales, for x [rows, dim] for
+    which `unsupported_reason` is None. With an amax, the bits of the largest magnitude, tensor_scale is written, else
+    read."""
     columns, rows = x.shape
     shared = shared_bytes(layout, config)
     with torch.cuda.device_of(x):
@@ -86,7 +87,7 @@ def defines(layout: Format, config: CudaConfig) -> tuple[str, ...]:
 
 
 def shared_bytes(layout: Format, config: CudaConfig) -> int:
-    """Of a CTA: data of columns, each an odd number of units of 16 bytes, or of 8 with 6 bits, and their scales."""
+    """Bytes per CTA: data of columns, each an odd number of units of 16 bytes (8 with 6 bits), and their scales."""
     unit = 8 if layout.width == 6 else 16
     units = config.steps * 4 * layout.width // unit | 1
     scales = 8 * -(-config.steps * STEP // layout.block * WARP_COLUMNS // 8)

@@ -1,5 +1,6 @@
-// What the products of few and of many rows share: the rings of chunks of K, and the loop over them. A consumer warpgroup
-// has 64 rows of w, the first operand of wgmma, in registers; x, the second, lies in shared memory as TMA brings it.
+// The pipeline and the main loop of few_rows.cu and many_rows.cu. A pipeline stage (a slot of the circular buffer Ring)
+// contains a chunk: a K-block of 128. A consumer warpgroup has 64 rows of w in registers as wgmma's A operand; x is the
+// B operand, in shared memory as TMA writes it.
 #pragma once
 
 #include "mbarrier.cuh"
@@ -28,26 +29,26 @@ struct Ring {
     }
 };
 
-// `bytes` are a multiple of 16, and both addresses are.
+// `bytes` and both addresses are multiples of 16.
 DEVICE void bulk_load(u32 to, const char* from, int bytes, u32 bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
 
-// w and scales of `width` rows of a chunk, each of which is one piece of memory.
+// Loads w and scales of `width` rows of a chunk, each contiguous in memory.
 DEVICE void load_weights(const Problem& p, int chunk, int column, int width, u32 smem, int slot, u32 bar) {
     const u64 row = (u64)chunk * p.columns + column;
     bulk_load(smem + W_RING + slot * W_BYTES, p.w + row * (CHUNK / 2), width * (CHUNK / 2), bar);
     bulk_load(smem + S_RING + slot * S_BYTES, p.scales + row * SCALE_BYTES, width * SCALE_BYTES, bar);
 }
 
-// The scales of a row of a chunk, from shared memory.
+// The scales of a row in a chunk, from shared memory.
 DEVICE uint2 load_scales(const char* from) {
     return NVFP4 ? *(const uint2*)from : make_uint2(*(const u32*)from, 0);
 }
 
-// d += w x over `steps` chunks, of the 16 rows of w that the warp has in its warpgroup's 64. `release` gives a slot back,
-// but that of the last chunk, which is returned.
+// The main loop: d += w x over `steps` chunks; a warp has 16 of its warpgroup's 64 rows of w. Calls `release` for each
+// stage except the last, and returns that one.
 template <class Release>
 DEVICE int multiply(float (&d)[COLS / 2], const char* shared, u32 smem, Ring& ring, int steps, const Release& release) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -73,7 +74,7 @@ DEVICE int multiply(float (&d)[COLS / 2], const char* shared, u32 smem, Ring& ri
             wgmma_commit();
             wgmma_wait<1>();
             pin(a[1 - half]);  // which the wgmmas before these have read by now
-            // Reads of this slot may be pending, not of the one before, whose words are in its wgmmas: no fence_reads.
+            // No fence_reads: reads of this stage may be pending, but the previous one's words were wgmma operands.
             if (half == 0 && step) release(before);
         }
         before = ring.slot;

@@ -1,27 +1,29 @@
-// y [M, N] = x [M, K] times w [N, K] of 4 bits, transposed, for Hopper (sm_90a) and few rows of x, where reading w is what
-// takes the time. few_rows.py compiles and launches.
+// y [M, N] = x [M, K] times w [N, K] of 4 bits, transposed, for Hopper (sm_90a) and few rows of x, bound by the reads
+// of w. few_rows.py compiles and launches it.
 //
-// w is the first operand of wgmma, in registers: 64 rows of w by COLS rows of x. Its fragments lie in memory in the order
-// in which threads have them (formats.py): 16 bytes of a thread are its registers of four wgmmas. x is the second operand,
-// as TMA brings it.
+// w is wgmma's A operand, in registers: 64 rows of w by COLS rows of x. It is stored in the order of the register
+// fragments (formats.py): 16 contiguous bytes are a thread's operand registers of four wgmmas. x is the B operand, in
+// shared memory as TMA writes it.
 //
-// Napkin maths, N = K = 8192, one NVIDIA H200 (132 SMs, 4254 GB/s): 35.7 MB of MXFP4 take 8.4 us. An SM has 248 pieces of
-// 16 rows by 128 of K, a warp's part of a chunk, 62 for each scheduler. A piece takes 190 instructions of MXFP4 and 203
-// of NVFP4 (bf16): 11800 and 12600 issue slots, 6.4 and 6.8 us at 1.85 GHz. A wgmma of 64 x 64 x 16 takes 32 cycles, and an
-// SM has 496: 8.6 us with 64 rows of x. Little's law asks for 3 MB in flight, 23 KB an SM; its rings hold 170 KB.
+// Back-of-the-envelope estimate, N = K = 8192, one NVIDIA H200 (132 SMs, 4254 GB/s): 35.7 MB of MXFP4 take 8.4 us. An
+// SM processes 248 pieces of 16 rows by 128 of K (a warp's part of a chunk), 62 per scheduler. A piece takes 190
+// instructions with MXFP4 and 203 with NVFP4 (bf16): 11800 and 12600 issue slots, 6.4 and 6.8 us at 1.85 GHz. A wgmma
+// of 64 x 64 x 16 takes 32 cycles, and an SM executes 496: 8.6 us with 64 rows of x. Little's law requires 3 MB in
+// flight, 23 KB per SM; the pipeline stages hold 170 KB.
 //
-// A CTA is GROUPS consumer warpgroups with 64 rows of w each, and a producer warp, of which one thread fills a ring of
-// STAGES chunks of 128 of K: x by TMA, w and scales by bulk copies, since rows of a chunk are one piece of memory. While
-// wgmmas of half a chunk run, the next half is unpacked. The CTAs of a cluster have parts of K for the same result. Each
-// leaves its sums in its shared memory, and adds up a share of the result, in the order of the parts: repeats agree.
+// A CTA has GROUPS consumer warpgroups, with 64 rows of w each, and a producer warp. One thread of the producer fills
+// STAGES pipeline stages with chunks of 128 of K: x by TMA, w and scales by bulk copies, since the rows of a chunk are
+// contiguous. The wgmmas of half a chunk overlap the unpacking of the next half. The CTAs of a cluster are the split-K
+// partitions of one tile. Each writes its accumulators to its shared memory and then reduces a share of the tile's
+// columns over all partitions, in a fixed order. So repeats agree bit for bit.
 //
-// What lies beyond x is read as zeros by TMA. What shared memory holds beyond the last row of w is multiplied and dropped.
+// TMA zero-fills the rows past the end of x. Stale shared memory past the last row of w is multiplied, but not stored.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a chunk, empty[s] one lane of each consumer warp.
-// The n-th use of a full one waits for parity n & 1, that of an empty one for the opposite, so that the first pass finds
-// every slot empty.
+// Barriers and their arrivals per phase: full[s] 1 and the bytes of a chunk, empty[s] one lane of each consumer warp.
+// The n-th wait on a full barrier is for parity n & 1. On an empty barrier it is for the opposite parity, so that in
+// the first pass every stage counts as empty.
 //
-// Defined by the launcher: NVFP4 (or MXFP4), FP16 (or bf16), COLS, GROUPS, STAGES, CLUSTER.
+// Defined by the launcher: NVFP4 (or MXFP4), FP16 (or bf16), COLS, GROUPS, STAGES, CLUSTER (split-K partitions).
 
 #include "chunks.cuh"
 #include "cluster.cuh"
@@ -57,14 +59,15 @@ DEVICE void produce(const Problem& p, const TensorMap* x, const Tile& tile, u32 
     }
 }
 
-// Of a thread are columns 8 j + 2 (lane % 4) and the next of d, and rows lane / 4 and lane / 4 + 8 of its warp's 16.
+// Writes the accumulators to shared memory. A thread has columns 8 j + 2 (lane % 4) and the next of d, of rows lane / 4
+// and lane / 4 + 8 of its warp's 16.
 DEVICE void leave(const float (&d)[COLS / 2], float* sums) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < COLS / 2; i++) sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + row + i % 4 / 2 * 8] = d[i];
 }
 
-// Two sums of a CTA of the cluster, at the address that they would have in this one.
+// Two accumulators of the CTA `rank` of the cluster; `at` is their address in this CTA's shared memory.
 DEVICE float2 load_sums(u32 at, int rank) {
     float2 x;
     asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %2, %3;\n"
@@ -73,7 +76,7 @@ DEVICE float2 load_sums(u32 at, int rank) {
     return x;
 }
 
-// This CTA's share of the columns of y: the sums of all parts, in their order.
+// The epilogue of this CTA's share of the columns of y: the sum over the partitions, in order.
 DEVICE void add(const Problem& p, const Tile& tile, u32 smem) {
     constexpr int PAIRS = ROWS / CLUSTER / 2;
     const float scale = NVFP4 ? *p.tensor_scale : 1.0f;

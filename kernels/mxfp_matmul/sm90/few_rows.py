@@ -1,4 +1,4 @@
-"""The product of few rows for Hopper in CUDA C++ (few_rows.cu): which problems it takes, and its launch."""
+"""The GEMM with few rows for Hopper in CUDA C++ (few_rows.cu): which problems it supports, and its launch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .cuda_driver import address, tensor_map
 HALVES = (torch.float16, torch.bfloat16)
 VECTOR = 8  # elements of 16 bytes
 
-# A tensor map and few_rows.cu's Problem: y, w, scales, tensor_scale; rows, columns, chunks.
+# Parameters of few_rows.cu: a tensor map, then Problem: y, w, scales, tensor_scale; rows, columns, chunks.
 _LAYOUT = "M(PPPPiii)"
 
 
 def unsupported_reason(dtype: torch.dtype, columns: int, capability: tuple[int, int]) -> str | None:
-    """Why it cannot multiply x of this dtype with this many rows of w, or None."""
+    """Why it does not support x of this dtype with this many rows of w, or None."""
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if dtype not in HALVES:
@@ -43,7 +43,7 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def launch(x: torch.Tensor, columns: int, format: str, config: CudaConfig) -> Callable[..., None]:
-    """Writes y [M, N], given (x, w, scales, tensor_scale, y), x as `in_place` wants it."""
+    """Returns a function of (x, w, scales, tensor_scale, y) that writes y [M, N]; x must be `in_place`."""
     rows, depth = x.shape
     chosen = defines(config, config.splits, format, x.dtype)
     device, shared = x.device, shared_bytes(config, format)
@@ -80,11 +80,12 @@ def threads(config: CudaConfig) -> int:
 
 
 def shared_bytes(config: CudaConfig, format: str) -> int:
-    """Of a CTA: the rings of x, w and scales, and their barriers. Its sums take the place of the rings."""
+    """Bytes per CTA: the pipeline stages (x, w and scales) and barriers. In the epilogue the accumulators overwrite the
+    stages."""
     ring = config.stages * (chunk_bytes(config.rows, config.groups, format) + 16)
     return max(ring, 4 * config.rows * (64 * config.groups + 4))
 
 
 def chunk_bytes(rows: int, groups: int, format: str) -> int:
-    """Of a chunk of K: of `rows` of x, and of 64 `groups` rows of w and their scales."""
+    """Bytes of a chunk of K: of `rows` rows of x, and of 64 `groups` rows of w and their scales."""
     return 2 * rows * CHUNK + 64 * groups * (CHUNK // 2 + CHUNK // BLOCK[format])

@@ -1,33 +1,33 @@
-// y [M, N] = x [M, K] times w [N, K] of 4 bits, transposed, for Hopper (sm_90a) and many rows of x, where the tensor cores
-// bind. many_rows.py compiles and launches.
+// y [M, N] = x [M, K] times w [N, K] of 4 bits, transposed, for Hopper (sm_90a) and many rows of x, bound by the tensor
+// cores. many_rows.py compiles and launches it.
 //
-// As in few_rows.cu, w is the first operand of wgmma, in registers, and what multiplies a chunk of K is the same
-// (chunks.cuh). But a weight that is unpacked is multiplied by COLS = 256 rows of x, not by 64.
+// As in few_rows.cu, w is wgmma's A operand, in registers, and the main loop is the same (chunks.cuh). But each
+// unpacked weight is multiplied by COLS = 256 rows of x instead of 64.
 //
-// Napkin maths for a chunk of 128 of K, 128 rows of w and 256 of x, in cycles of an SM:
+// Back-of-the-envelope estimate for a chunk of 128 of K, 128 rows of w and 256 of x, in cycles per SM:
 //   tensor cores   2 * 128 * 256 * 128 FLOP at 4096 a cycle                                             2048
 //   unpacking      2 halves of 100 instructions of 8 warps, on four schedulers                           400
 //   shared memory  x read by two warpgroups and written once, 192 KiB; w 8 KiB written and read, at 128  1664
 //   L2             half of x and w with its scales, 41 KiB, by two CTAs that share x: 20 bytes a cycle
-// N = K = 8192 and M = 1024 are 128 tiles of two CTAs for 66 clusters, 2 rounds of 64 chunks: 150 us at 1.75 GHz, and
-// 3000 cycles a tile for its first loads and its stores, which nothing overlaps but loads of the next tile.
+// N = K = 8192 and M = 1024 are 128 tiles of two CTAs for 66 clusters, 2 waves of 64 chunks: 150 us at 1.75 GHz.
+// Besides, a tile takes 3000 cycles for its first loads and its stores, which overlap only the loads of the next tile.
 //
-// A CTA is GROUPS = 2 consumer warpgroups with 64 rows of w each and a producer warpgroup, persistent; of that one thread
-// fills the ring. The CTAs of a cluster
-// have the next rows of w each and the same rows of x, of which each loads its share for all. Tiles are numbered along
-// RASTER tiles of rows of x, then the next rows of w, so that what runs at once is in L2.
+// CTAs are persistent. A CTA has GROUPS = 2 consumer warpgroups, with 64 rows of w each, and a producer warpgroup, of
+// which one thread fills the pipeline stages. The CTAs of a cluster have adjacent rows of w and the same rows of x;
+// each loads its share of x and multicasts it. Grouped tile order: RASTER tiles along the rows of x, then the next rows
+// of w, so that concurrent tiles find their operands in L2.
 //
-// After the chunks of a tile the ring has a slot without loads. There the consumers put their part of y, 64 columns by
-// 256 rows each, by stmatrix, from where it leaves by TMA with 128-byte swizzle. The other slots have chunks of the next
-// tile by then.
+// After the chunks of a tile the producer leaves one stage without loads. The consumers write their part of y there, 64
+// columns by 256 rows each, by stmatrix, and store it by TMA with 128-byte swizzle. Meanwhile the other stages are
+// filled with chunks of the next tile.
 //
-// What lies beyond x is read as zeros, and what lies beyond y is not written, by TMA. What shared memory holds beyond the
-// last row of w is multiplied and dropped.
+// TMA zero-fills the rows past the end of x and clips the stores past the end of y. Stale shared memory past the last
+// row of w is multiplied, but not stored.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a chunk, none for the slot without loads; empty[s] 8
-// from each CTA of the cluster, one lane of each consumer warp. The n-th use of a full one waits for parity n & 1, that
-// of an empty one for the opposite. The CTAs of a cluster use the same slots in the same order. Named barriers 1 and 2
-// are a consumer's.
+// Barriers and their arrivals per phase: full[s] 1 and the bytes of a chunk, no bytes for the stage without loads;
+// empty[s] 8 from each CTA of the cluster, one lane of each consumer warp. The n-th wait on a full barrier is for
+// parity n & 1, on an empty barrier for the opposite. The CTAs of a cluster use the same stages in the same order.
+// Named barriers 1 and 2 belong to one consumer each.
 //
 // Defined by the launcher: NVFP4 (or MXFP4), FP16 (or bf16), COLS, GROUPS, STAGES, CLUSTER (1 or 2).
 
@@ -85,8 +85,9 @@ DEVICE void produce(const Problem& p, const TensorMap* x, u32 smem) {
     }
 }
 
-// Of a thread are columns 8 j + 2 (lane % 4) and the next of d, and rows lane / 4 and lane / 4 + 8 of its warp's 16: as
-// stmatrix has blocks of 8 x 8, transposed. Rows of y lie below each other, 64 columns in 128 bytes.
+// Writes the accumulators to shared memory as rows of y, 64 columns in 128 bytes each. A thread has columns
+// 8 j + 2 (lane % 4) and the next of d, of rows lane / 4 and lane / 4 + 8 of its warp's 16: stmatrix's layout of 8 x 8
+// blocks, transposed.
 DEVICE void put(const float (&d)[COLS / 2], u32 to) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int row = lane / 16 * 8 + lane % 8, vector = 2 * warp + lane / 8 % 2;

@@ -1,4 +1,4 @@
-"""The product of many rows for Hopper in CUDA C++ (many_rows.cu): its launch. It takes what few_rows.py takes."""
+"""The GEMM with many rows for Hopper in CUDA C++ (many_rows.cu): its launch. It supports what few_rows.py supports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYOUT = "MM(PPPPiii)"
 
 
 def launch(x: torch.Tensor, columns: int, format: str, config: ManyConfig, sms: int) -> Callable[..., None]:
-    """Writes y [M, N], given (x, w, scales, tensor_scale, y), x as `few_rows.in_place` wants it."""
+    """Returns a function of (x, w, scales, tensor_scale, y) that writes y [M, N]; x must be `few_rows.in_place`."""
     rows, depth = x.shape
     chosen = defines(config, config.cluster, format, x.dtype)
     device, shared = x.device, shared_bytes(config, format)
@@ -41,5 +41,5 @@ def launch(x: torch.Tensor, columns: int, format: str, config: ManyConfig, sms: 
 
 
 def shared_bytes(config: ManyConfig, format: str) -> int:
-    """Of a CTA: the rings of x, w and scales, and their barriers. What it stores takes the place of a chunk of x."""
+    """Bytes per CTA: the pipeline stages (x, w and scales) and barriers. The stores of y use the x of one stage."""
     return config.stages * (chunk_bytes(config.rows, config.groups, format) + 16)

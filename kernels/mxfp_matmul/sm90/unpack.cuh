@@ -1,18 +1,18 @@
-// Weights of 4 bits as fragments of a wgmma's operand: fp16 where FP16 is 1, otherwise bf16; NVFP4 or MXFP4.
+// Unpacks 4-bit weights into fragments of wgmma's A operand: fp16 if FP16 is 1, otherwise bf16; NVFP4 or MXFP4.
 //
-// A word q is a thread's part of 16 rows by 16 columns: four registers of two weights each. `pairs` gives sign and
-// magnitude the places that they have in bf16, where the number is 2^126 too small, subnormals included. One
-// multiplication of two numbers makes up for this and applies the scale.
+// A word q is a thread's fragment of 16 rows by 16 columns: four registers of two weights each. `pairs` moves sign and
+// magnitude to their bit positions in bf16. The value is then 2^126 too small, subnormals included. One packed
+// multiplication of two weights corrects this and applies the scale.
 //
 // Instructions for the 8 weights of a word in bf16: 4 LOP3, 5 shifts (of which 4 are IMAD) and 4 HMUL2. A factor takes
-// a PRMT and an LEA; there are two for two words of MXFP4, four of NVFP4. In fp16 there are 4 LOP3 and 4 IMAD more.
+// a PRMT and an LEA; two words need two factors with MXFP4, four with NVFP4. In fp16 there are 4 LOP3 and 4 IMAD more.
 #pragma once
 
 #include "numbers.cuh"
 
 constexpr u32 SIGNS_AND_MAGNITUDES = 0x81c081c0, MAGNITUDES = 0x01c001c0;
 
-// Two weights of a row in each: bits 15 and 8 to 6 of both halves. Shifts are arithmetic, as formats.py has them.
+// Two weights of a row in each register: bits 15 and 8 to 6 of both halves. Shifts are arithmetic, as in formats.py.
 DEVICE void pairs(int q, u32 (&v)[4]) {
     v[0] = q & SIGNS_AND_MAGNITUDES;
     v[1] = (q << 6) & SIGNS_AND_MAGNITUDES;
@@ -20,17 +20,17 @@ DEVICE void pairs(int q, u32 (&v)[4]) {
     v[3] = ((q >> 6) ^ (q << 4)) & SIGNS_AND_MAGNITUDES;
 }
 
-// What a weight as `pairs` gives it is multiplied by, twice: the scale times
-//             bf16      fp16 (where it is 2^14 too small)
-//   MXFP4     2^126     2^14     of scales that `plain` takes
-//   NVFP4     2^119     2^7      weights become 2^-7 of themselves, for which the sum makes up
+// The factor for the weights of `pairs`, in both halves of a register: the scale times
+//             bf16      fp16 (where the value is 2^14 too small)
+//   MXFP4     2^126     2^14     for scales that are `plain`
+//   NVFP4     2^119     2^7      weights become 2^-7 of their value, which the epilogue corrects
 DEVICE u32 factor(u32 scales, int byte) {
     const u32 twice = __byte_perm(scales, 0, 0x4040 | byte | byte << 8);
     if (NVFP4) return FP16 ? twice << 7 : twice * 16 + 0x70007000u;
     return FP16 ? twice * 1024 - 98 * 1024 * 0x00010001u : twice * 128 + 126 * 128 * 0x00010001u;
 }
 
-// Whether the factors of these scales are numbers of the dtype: E8M0 up to 1, in fp16 from 2^-15 on.
+// Whether the factors of these scales can be represented in the dtype: E8M0 up to 1, in fp16 also at least 2^-15.
 DEVICE bool plain(u32 scales, u32 more) {
     if (NVFP4) return true;
     const u32 outside = FP16 ? ((scales ^ 0x70707070u) | (more ^ 0x70707070u)) & 0xf0f0f0f0u
@@ -45,7 +45,7 @@ DEVICE u32 times(u32 v, u32 by) {
     return y;
 }
 
-// As `times`, of any scale of E8M0: in fp32, rounded once.
+// The same as `times` for any E8M0 scale: in fp32, rounded once.
 DEVICE u32 times_any(u32 v, u32 scales, int byte) {
     const u32 code = scales >> 8 * byte & 255;
     const float scale = __uint_as_float(code == 0 ? 1u << 22 : code == 255 ? 0x7fc00000u : code << 23);
@@ -53,7 +53,7 @@ DEVICE u32 times_any(u32 v, u32 scales, int byte) {
     return pack(__uint_as_float(v << 16) * up * scale, __uint_as_float(v & 0xffff0000u) * up * scale);
 }
 
-// Registers of four wgmmas, of four words and the scales of the thread's two rows; `half` of a chunk.
+// Unpacks four words, with the scales of the thread's two rows, into the A registers of four wgmmas; `half` of a chunk.
 DEVICE void unpack(u32 (&a)[16], const int4& words, const uint2& low, const uint2& high, int half, bool is_plain) {
     const int q[4] = {words.x, words.y, words.z, words.w};
     const u32 scales[2] = {NVFP4 && half ? low.y : low.x, NVFP4 && half ? high.y : high.x};

@@ -1,4 +1,4 @@
-// wgmmas of 64 x N x 16 for N rows of x, whose first operand is in registers, and how the second lies in shared memory.
+// wgmmas of 64 x N x 16 for N rows of x, with A in registers, and the shared memory descriptor of B.
 #pragma once
 
 #include "numbers.cuh"
@@ -21,7 +21,7 @@
     L8F(96, 97, 98, 99, 100, 101, 102, 103) "," L8F(104, 105, 106, 107, 108, 109, 110, 111) ","                       \
     L8F(112, 113, 114, 115, 116, 117, 118, 119) "," L8F(120, 121, 122, 123, 124, 125, 126, 127)
 
-// d (64 x N, fp32) += a b over 16 columns of a; b is K-major. I0 ... I4 number the operands behind d.
+// d (64 x N, fp32) += a b over 16 columns of a; b is K-major. I0 ... I4 are the numbers of the asm operands after d.
 #define DEFINE_WGMMA(N, LIST, I0, I1, I2, I3, I4, ...)                                                                \
     DEVICE void wgmma(float (&d)[N / 2], const u32* a, u64 b) {                                                       \
         asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                                  \
@@ -34,5 +34,5 @@ DEFINE_WGMMA(32, L16, 16, 17, 18, 19, 20, ROW8(0), ROW8(8))
 DEFINE_WGMMA(64, L32, 32, 33, 34, 35, 36, ROW8(0), ROW8(8), ROW8(16), ROW8(24))
 DEFINE_WGMMA(256, L128, 128, 129, 130, 131, 132, ROW64(0), ROW64(64))
 
-// wgmma's description of an operand with 128-byte swizzle: groups of 8 rows of 128 bytes lie 1024 bytes apart.
+// The shared memory descriptor of an operand with 128-byte swizzle; its groups of 8 rows of 128 bytes are contiguous.
 DEVICE u64 describe(u32 address) { return (u64)(1u << 30 | 1024 >> 4) << 32 | (address & 0x3ffff) >> 4; }

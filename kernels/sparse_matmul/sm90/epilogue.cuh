@@ -1,4 +1,4 @@
-// The epilogue on fp32 sums: bias, activation, conversion, and the transposition to rows of y.
+// The epilogue on fp32 accumulators: activation, and the transposition to rows of y.
 #pragma once
 
 #include "numbers.cuh"
@@ -17,7 +17,7 @@ DEVICE float twice_normal(float x) {
     return x < 0 ? q : 2.0f - q;
 }
 
-// ACTIVATION: 0 none, 1 silu, 2 gelu, 3 gelu_tanh, 4 relu, 5 relu_sq. As activation.py; NaN stays.
+// ACTIVATION: 0 none, 1 silu, 2 gelu, 3 gelu_tanh, 4 relu, 5 relu_sq. The same as activation.py; NaN is propagated.
 DEVICE float activate(float x) {
 #if ACTIVATION == 1
     return x * logistic(x);
@@ -35,7 +35,7 @@ DEVICE float activate(float x) {
 #endif
 }
 
-// Stores four 8 x 8 blocks of 16-bit numbers, each transposed; lane i has the address of row i % 8 of block i / 8.
+// Stores four 8 x 8 blocks of 16-bit elements, each transposed; lane i has the address of row i % 8 of block i / 8.
 DEVICE void store_blocks(u32 address, const u32 (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");

@@ -2,32 +2,39 @@
 //
 //   y[m, n] = act(z[m, n]),  z[m, n] = sum over k of w[n, k] x[m, k] + bias[n]
 //
-// Of 16 bits or, with FP8, of 8 bits, where the sum is multiplied by the scales of its row m and row n. All below is
-// said of 16 bits; a step of 8 bits has 128 of k in the same bytes, 2 KiB of metadata, and takes the same 512 cycles.
+// Operands have 16 bits or, with FP8, 8 bits, where the sum is multiplied by the scales of its row m and row n. This
+// comment describes 16 bits. In 8 bits a K-block is 128 instead of 64, in the same bytes, with 2 KiB of metadata, and
+// takes the same 512 cycles.
 //
-// wgmma's sparse operand is its first, so tiles are those of z transposed: 128 rows n of w by 256 rows m of x.
+// The sparse operand of wgmma is A, so a tile is a tile of z transposed: 128 rows n of w by 256 rows m of x.
 //
-// Napkin maths for a step of 64 of k, in cycles of an SM (8192 FLOP a cycle, of the dense product): the tensor cores
-// take 512. 32 KiB of x, 8 KiB of values and 1 KiB of metadata come from L2: 82 bytes a cycle, which is more than L2
-// delivers. CTAs of a cluster with the same rows of x therefore load a share of them each, which TMA multicasts: 50
-// bytes a cycle with two of them, 34 with four. The epilogue writes 64 KiB.
+// Back-of-the-envelope estimate for a K-block of 64, in cycles per SM (8192 FLOP a cycle, counted for the dense GEMM):
+// the tensor cores take 512. 32 KiB of x, 8 KiB of values and 1 KiB of metadata come from L2: 82 bytes a cycle, more
+// than L2 delivers. Therefore the CTAs of a cluster have the same rows of x, and each loads a share of them, which TMA
+// multicasts: 50 bytes a cycle with two CTAs, 34 with four. The epilogue writes 64 KiB.
 //
-// A CTA is one producer thread and two consumer warpgroups with 64 rows of w each. The producer fills a ring of STAGES
-// steps. Metadata is in the instruction's order (formats.py): a bulk copy brings 8 blocks of 16 rows, of which each
-// consumer warp reads one, a word a lane. The two instructions of a step take it from lanes 0 and 1, or 2 and 3, of
-// each four; those of 8 bits have a block each. Tails of every dimension are TMA's zeros. Metadata is padded to whole
-// blocks; beyond the last block of rows or of k the last one is read again, so that it is valid everywhere.
+// A CTA has one producer thread and two consumer warpgroups with 64 rows of w each. The producer fills a circular
+// buffer of STAGES pipeline stages (Ring; a slot is a stage). Metadata is in the instruction's order (formats.py). A
+// bulk copy loads 8 blocks of 16 rows; each consumer warp reads one of them, a word per lane. The two instructions of a
+// K-block use the metadata of lanes 0 and 1, or 2 and 3, of each four; in 8 bits each instruction has its own block.
+// Tails of every dimension are zero-filled by TMA. Metadata is padded to whole blocks; past the last block of rows or
+// of k the last one is loaded again, so that metadata is always valid.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step; empty[s] 8, one lane of each consumer
-// warp, from each CTA of the cluster, since its producer writes into all of them. The n-th use of a full one waits for
-// parity n & 1, that of an empty one for the opposite, so that the first pass finds every slot empty. The other CTAs'
-// bytes may come before this one's expects them: they count all the same, and its own arrival is still due. No consumer
-// waits for another's main loop, and a producer only for consumers, all of which go through the same steps: deadlock
-// freedom. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
+// Barriers and their arrivals per phase:
+//   full[s]   1 and the bytes of a stage
+//   empty[s]  8: one lane of each consumer warp in each CTA of the cluster, since this CTA's producer writes to all
+// The n-th wait on a full barrier is for parity n & 1. On an empty barrier it is for the opposite parity, so that in
+// the first pass every stage counts as empty. The other CTAs' bytes may arrive before this CTA's expect_tx. They are
+// counted all the same, and the phase cannot complete before this CTA's own arrival.
 //
-// Defined by the launcher: FP8, with the formats W_E4M3 and X_E4M3 (else e5m2), SCALES (0 of the tensors, 1 of rows)
-// and BIAS32 (whether the bias is fp32); FP16 (else bf16) of y and of what else has 16 bits, ACTIVATION (epilogue.cuh),
-// STAGES, RASTER, CLUSTER (1, 2 or 4).
+// There is no deadlock. No consumer waits for another's main loop. A producer waits only for consumers, which all
+// process the same sequence of K-blocks. At the end the CTAs of a cluster wait for each other, so that none writes into
+// the shared memory of one that has exited.
+//
+// Defined by the launcher: FP8, with the formats W_E4M3 and X_E4M3 (else e5m2), SCALES (0 per tensor, 1 per row) and
+// BIAS32 (whether the bias is fp32); FP16 (else bf16), the type of y and all other 16-bit tensors; ACTIVATION
+// (epilogue.cuh); STAGES; RASTER (height of a group in the grouped tile order, in rows of clusters); CLUSTER (1, 2 or
+// 4).
 
 #include "cluster.cuh"
 #include "epilogue.cuh"
@@ -83,12 +90,12 @@ struct Ring {
 
 // ---- Tiles --------------------------------------------------------------------------------------------------------
 
-// Bands are of a cluster: CLUSTER tiles below each other, of which the last ones may have no rows.
+// A band is a row of clusters: CLUSTER vertically adjacent tiles, of which the last ones may lie past the last row.
 DEVICE int bands_of(const Problem& a) { return (a.cols + CLUSTER * BLOCK_N - 1) / (CLUSTER * BLOCK_N); }
 DEVICE int columns_of(const Problem& a) { return (a.rows + BLOCK_M - 1) / BLOCK_M; }
 DEVICE int tiles_of(const Problem& a) { return bands_of(a) * columns_of(a); }
 
-// RASTER tiles of a column, then the next column, so that what they read is in L2.
+// Grouped tile order: RASTER bands of a column of tiles, then of the next column, so that their operands are in L2.
 DEVICE Tile find_tile(const Problem& a, int place) {
     const int bands = bands_of(a), group = RASTER * columns_of(a);
     const int first = place / group * RASTER, height = min(bands - first, RASTER);
@@ -103,13 +110,13 @@ DEVICE void bulk_load(u32 to, const char* from, int bytes, u32 bar) {
                  ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
 
-// x's rows of a step: all of them, or this CTA's share for all CTAs of the cluster.
+// The rows of x of a K-block: all of them, or this CTA's share, multicast to all CTAs of the cluster.
 DEVICE void load_x(u32 to, const TensorMap* map, int k, int row, u32 bar) {
     const int share = BLOCK_M / CLUSTER * cluster_rank();
     tma_multicast(to + share * ROW_BYTES, map, k, row + share, bar);
 }
 
-// Metadata of 64 of k.
+// Loads the metadata of 64 of k.
 DEVICE void load_blocks(const Problem& a, u32 to, int block, int row, u32 bar) {
     const char* from = a.metadata + (u64)block * a.blocks * META_BLOCK;
     const int first = row / 16;
@@ -144,7 +151,7 @@ DEVICE void produce(const Problem& a, const TensorMap* x_map, const TensorMap* w
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Gives a slot back to the producers of the cluster: the whole warp has read it.
+// Releases a stage to the producers of the cluster, after the whole warp has read it.
 DEVICE void release(u32 smem, int slot) {
     __syncwarp();
     arrive_at_all(smem + EMPTY + 8 * slot);
@@ -156,8 +163,9 @@ DEVICE u32 load_word(u32 address) {
     return x;
 }
 
-// Sums of one consumer's 64 rows of w. Each step is waited for before the next one's metadata is loaded: ptxas does not
-// know that a wgmma in flight still reads that register. Meanwhile the tensor cores have the other consumer's step.
+// The main loop of one consumer's 64 rows of w. The wgmmas of a K-block are awaited before the metadata of the next one
+// is loaded: ptxas does not know that a wgmma in flight still reads that register. Meanwhile the tensor cores execute
+// the other consumer's wgmmas.
 DEVICE void multiply(float (&d)[BLOCK_M / 2], u32 smem, Ring& ring, int depth, int consumer) {
     const u32 word = X_BYTES + W_BYTES + (consumer * 4 + threadIdx.x % 128 / 32) * META_BLOCK + threadIdx.x % 32 * 4;
 #pragma unroll 1
@@ -182,7 +190,7 @@ DEVICE void multiply(float (&d)[BLOCK_M / 2], u32 smem, Ring& ring, int depth, i
 DEVICE void sync_consumer(int consumer) { asm volatile("bar.sync %0, 128;" ::"r"(1 + consumer) : "memory"); }
 
 #if FP8
-// As add_bias: a thread's rows n and columns m.
+// Multiplies by the scales. A thread's rows n and columns m are those of add_bias.
 DEVICE void scale(const Problem& a, const Tile& tile, float (&d)[BLOCK_M / 2], int consumer) {
     const int n = tile.row + consumer * ROWS + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const int m = tile.column + threadIdx.x % 4 * 2;
@@ -200,7 +208,8 @@ DEVICE void scale(const Problem& a, const Tile& tile, float (&d)[BLOCK_M / 2], i
 }
 #endif
 
-// A thread has columns m = 8 j + 2 (lane % 4) and the next of rows n = lane / 4 and lane / 4 + 8 of its warp's 16.
+// Adds the bias. A thread has columns m = 8 j + 2 (lane % 4) and the next of rows n = lane / 4 and lane / 4 + 8 of its
+// warp's 16.
 DEVICE void add_bias(const Problem& a, const Tile& tile, float (&d)[BLOCK_M / 2], int consumer) {
     if (!a.bias) return;
     const int n = tile.row + consumer * ROWS + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
@@ -210,7 +219,7 @@ DEVICE void add_bias(const Problem& a, const Tile& tile, float (&d)[BLOCK_M / 2]
     for (int i = 0; i < BLOCK_M / 2; i++) d[i] += i % 4 < 2 ? low : high;
 }
 
-// Each warp transposes its 16 columns n of CHUNK rows of y into shared memory, from where rows of 128 bytes are stored.
+// Each warp transposes its 16 columns n of CHUNK rows of y into shared memory. From there rows of 128 bytes are stored.
 DEVICE void store_tile(const Problem& a, u16* out, const Tile& tile, const float (&d)[BLOCK_M / 2], u32 smem,
                        int consumer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, first = tile.row + consumer * ROWS;

@@ -1,4 +1,4 @@
-// One sparse wgmma of 64 x 256 x 32, or 64 of 8 bits, and how its operands lie in shared memory.
+// One sparse wgmma of 64 x 256 x 32 (in 8 bits 64 x 256 x 64), and its shared memory descriptors.
 #pragma once
 
 #include "numbers.cuh"
@@ -37,10 +37,10 @@
              L8(96, 97, 98, 99, 100, 101, 102, 103) "," L8(104, 105, 106, 107, 108, 109, 110, 111) ","                \
              L8(112, 113, 114, 115, 116, 117, 118, 119) "," L8(120, 121, 122, 123, 124, 125, 126, 127)
 
-// d (64 x 256, fp32) += a b, a sparse: 64 x 16 values that stand for 64 x 32, their metadata in the lanes of which
-// SELECTOR takes two of each four (0 and 1, or 2 and 3). Of 8 bits they are 64 x 32 that stand for 64 x 64, their
-// metadata in all lanes, and SELECTOR is 0. Both operands are K-major. The predicate says that d is read: it always is,
-// and holds zeros at first.
+// d (64 x 256, fp32) += a b. a is sparse: 64 x 16 values that represent 64 x 32. Its metadata is in two of each four
+// lanes, which SELECTOR selects (0: lanes 0 and 1; 1: lanes 2 and 3). In 8 bits 64 x 32 values represent 64 x 64, their
+// metadata is in all lanes, and SELECTOR is 0. Both operands are K-major. The predicate is scale-d: d is always added
+// to, and starts as zeros.
 template <int SELECTOR> DEVICE void wgmma_sparse(float (&d)[128], u64 a, u64 b, u32 metadata) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %131, 0;\n"
                  "wgmma.mma_async.sp.sync.aligned.m64n256" STEP ".f32." W_TYPE "." X_TYPE
@@ -49,7 +49,7 @@ template <int SELECTOR> DEVICE void wgmma_sparse(float (&d)[128], u64 a, u64 b, 
                  : "l"(a), "l"(b), "r"(metadata), "r"(1), "n"(SELECTOR));
 }
 
-// wgmma's description of an operand whose rows have 128 bytes and that swizzle, or 64 and that: groups of 8 rows lie
-// one behind the other.
+// Shared memory descriptors of operands whose rows have 128 bytes with the 128-byte swizzle, or 64 bytes with the
+// 64-byte swizzle. Groups of 8 rows are contiguous.
 DEVICE u64 describe128(u32 address) { return (u64)(1u << 30 | 1024 >> 4) << 32 | (address & 0x3ffff) >> 4; }
 DEVICE u64 describe64(u32 address) { return (u64)(2u << 30 | 512 >> 4) << 32 | (address & 0x3ffff) >> 4; }

@@ -1,4 +1,4 @@
-"""The forward for Hopper in CUDA C++ (products.cu): which problems it takes, and its launch."""
+"""The forward for Hopper in CUDA C++ (products.cu): which problems it supports, and its launch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ BLOCK_N, BLOCK_M, ROW_BYTES, THREADS = 128, 256, 128, 384  # of products.cu
 STAGING = 2 * 32 * (64 * 2 + 16)  # bytes that its two consumers transpose in
 HALVES = (torch.float16, torch.bfloat16)
 
-# Two tensor maps and products.cu's Problem: y, z, bias, metadata; stride of bias; rows, cols, depth, blocks of rows; in
-# 8 bits also scales of x and of the weight, and their strides.
+# Parameters of products.cu: two tensor maps, then Problem: y, z, bias, metadata; stride of bias; rows, cols, depth,
+# blocks of rows; in 8 bits also scales of x and of the weight, and their strides.
 _LAYOUT, _LAYOUT_FP8 = "MM(PPPPqiiii)", "MM(PPPPqiiiiPPqq)"
 
 Optional = torch.Tensor | None
@@ -25,43 +25,44 @@ Optional = torch.Tensor | None
 def unsupported_reason(
     x: torch.Tensor, values: torch.Tensor, metadata: torch.Tensor, capability: tuple[int, int]
 ) -> str | None:
-    """Why it cannot multiply x [M, K] with these values and metadata, or None."""
+    """Why it does not support x [M, K] with these values and metadata, or None."""
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if x.dtype not in HALVES:
-        return "it takes float16 and bfloat16"
+        return "it supports float16 and bfloat16"
     if x.shape[1] % 16 or values.shape[0] % 8:
-        return "it wants K a multiple of 16 and N of 8"
+        return "it requires K a multiple of 16 and N a multiple of 8"
     for t in (x, values):
         pitch = t.stride(0)
         if t.shape[0] > 1 and (pitch < t.shape[1] or pitch % 8):
-            return "it wants rows of x and of values on 16-byte boundaries, and apart"
+            return "it requires rows of x and of values on 16-byte boundaries, without overlap"
     if any(t.data_ptr() % 16 for t in (x, values, metadata)):
-        return "it wants x, values and metadata on 16-byte boundaries"
+        return "it requires x, values and metadata on 16-byte boundaries"
     return cuda_driver.no_compiler()
 
 
 def unsupported_reason_fp8(
     values: torch.Tensor, metadata: torch.Tensor, out_dtype: torch.dtype, capability: tuple[int, int]
 ) -> str | None:
-    """Why it cannot multiply with these values and metadata in 8 bits, or None. Of x and values the caller copies what
-    has rows apart from 16-byte boundaries."""
+    """Why it does not support these values and metadata in 8 bits, or None. The caller copies x and values whose rows
+    are not on 16-byte boundaries."""
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if out_dtype not in HALVES:
-        return "of 8 bits it gives float16 and bfloat16"
+        return "in 8 bits it supports results in float16 and bfloat16"
     if values.shape[0] % 8:
-        return "it wants N a multiple of 8"
+        return "it requires N a multiple of 8"
     if metadata.data_ptr() % 16:
-        return "it wants metadata on a 16-byte boundary"
+        return "it requires metadata on a 16-byte boundary"
     return cuda_driver.no_compiler()
 
 
 def launch(
     x: torch.Tensor, values: torch.Tensor, bias: Optional, activation: str | None, config: CudaConfig
 ) -> Callable[..., None]:
-    """Writes y and, if it is given, z, given (x, values, metadata, bias, y, z) like these: x [M, K] and values have
-    elements, and `unsupported_reason` takes them; metadata is contiguous."""
+    """Returns a function of (x, values, metadata, bias, y, z), with the properties of these, that writes y and, unless
+    it is None, z. x [M, K] and values are not empty, and `unsupported_reason` returns None for them. metadata is
+    contiguous."""
     (rows, depth), cols = x.shape, values.shape[0]
     defines = "FP8=0", *_defines(x.dtype, activation, config)
     x_map, w_map = _maps(x, values, config)
@@ -93,9 +94,9 @@ def launch_fp8(
     strides: tuple[int, int, int],
     config: CudaConfig,
 ) -> Callable[..., None]:
-    """Writes y, given (x, values, metadata, scale_x, scale_w, bias, y) like these: x [M, K] and values have elements,
-    and rows that are contiguous on 16-byte boundaries; metadata is contiguous. `strides` are those of the scales and of
-    the bias, 0 where a scale is of the tensor."""
+    """Returns a function of (x, values, metadata, scale_x, scale_w, bias, y), with the properties of these, that writes
+    y. x [M, K] and values are not empty, and their rows are contiguous on 16-byte boundaries; metadata is contiguous.
+    `strides` are those of the scales and of the bias, 0 for a scale per tensor."""
     (rows, depth), cols = x.shape, values.shape[0]
     defines = (
         "FP8=1",
@@ -134,7 +135,7 @@ def launch_fp8(
 
 
 def _defines(dtype: torch.dtype, activation: str | None, config: CudaConfig) -> tuple[str, ...]:
-    """What every version is compiled with; `dtype` is y's."""
+    """The definitions that 16 and 8 bits share; `dtype` is y's."""
     return (
         f"FP16={int(dtype == torch.float16)}",
         f"ACTIVATION={0 if activation is None else 1 + ACTIVATIONS.index(activation)}",
@@ -147,14 +148,14 @@ def _defines(dtype: torch.dtype, activation: str | None, config: CudaConfig) -> 
 def _maps(
     x: torch.Tensor, values: torch.Tensor, config: CudaConfig
 ) -> tuple[cuda_driver.TensorMap, cuda_driver.TensorMap]:
-    """Of x, in boxes of a CTA's share of its rows, and of values, in boxes with half as many columns."""
+    """The tensor maps of x, with boxes of a CTA's share of the rows, and of values, with half as many columns."""
     columns = ROW_BYTES // x.element_size()
     x_map = tensor_map(x[None, None], x.shape[0], BLOCK_M // config.cluster, columns)
     return x_map, tensor_map(values[None, None], values.shape[0], BLOCK_N, columns // 2)
 
 
 def _start(x: torch.Tensor, cols: int, defines: tuple[str, ...], config: CudaConfig, layout: str) -> cuda_driver.Launch:
-    """The launch of the version with these definitions: a CTA for each SM, in clusters, or fewer."""
+    """The launch of the kernel compiled with these definitions: at most one CTA per SM, in clusters."""
     device, shared = x.device, shared_bytes(config, x.element_size())
     clusters = -(-cols // (BLOCK_N * config.cluster)) * -(-x.shape[0] // BLOCK_M)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -165,7 +166,7 @@ def _start(x: torch.Tensor, cols: int, defines: tuple[str, ...], config: CudaCon
 
 
 def shared_bytes(config: CudaConfig, size: int = 2) -> int:
-    """Of a CTA: the ring of both operands, of elements of `size` bytes, and of metadata, the staging of the epilogue,
-    and barriers."""
+    """Bytes per CTA: the pipeline stages (both operands, with elements of `size` bytes, and metadata), the staging
+    buffers of the epilogue, and barriers."""
     step = BLOCK_M * ROW_BYTES + BLOCK_N * ROW_BYTES // 2 + ROW_BYTES // size // 64 * BLOCK_N // 16 * 128
     return config.stages * (step + 16) + STAGING
