@@ -19,7 +19,7 @@
 //   shared memory  a and b written once, b read by two wgmmas, at 128    1024      832      784      640
 //   L2             bytes in each of these cycles, if two CTAs share b       32       34       35       38
 //   epilogue       exponential and reciprocal of each element, at 16     4096     3072     2816     2048
-// The epilogue of 256 columns takes half as long as a main loop with K = 512 and a twentieth of one with K = 4096.
+// The epilogue of 256 columns takes half as long as a main loop with K = 512 and a sixteenth of one with K = 4096.
 // Without TURNS it overlaps the loads of the next tile, but not its wgmmas. With TURNS only the epilogue of a CTA's
 // last tile is exposed. A result of 512 x 11008 has 172 tiles of 256 columns for 132 SMs, 1.3 waves, or 252 of 176
 // columns, 1.9 waves: configs.pick_cuda_config estimates which takes less time.
