@@ -28,7 +28,7 @@ from typing import Any, TextIO
 from .. import options, registry
 from ..mutation import mutants, near, report, results, run
 from ..mutation.kernel import Kernel
-from ..mutation.mutants import CUDA_SOURCES, Mutant
+from ..mutation.mutants import Mutant, is_cuda
 from ..reporting.progress import Progress
 
 MINUTES = 60.0
@@ -211,7 +211,7 @@ def _machine_code(names: Sequence[str], arguments: argparse.Namespace) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name in names:
         every = mutants.of_kernel(name)
-        in_cuda = [m for m in _chosen(every, "cuda", arguments.file) if m.file.endswith(CUDA_SOURCES)]
+        in_cuda = [m for m in _chosen(every, "cuda", arguments.file) if is_cuda(m.file)]
         if not in_cuda:
             continue
         variants = machine_code.variants(registry.load(name))

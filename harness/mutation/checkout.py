@@ -39,8 +39,8 @@ def enter(root: Path) -> None:
 
 @contextlib.contextmanager
 def with_mutant(task: Mapping[str, Any]) -> Iterator[str]:
-    """While the file of a task has the mutant's text; gives the original's. What the mutant compiles is deleted after
-    it."""
+    """While the file of a task has the mutant's text; gives the original's. What is in the mutant's own cache is
+    deleted after it."""
     folder = registry.folder(task["kernel"])
     if folder.is_symlink():
         source = folder.resolve()

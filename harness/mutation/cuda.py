@@ -8,13 +8,12 @@ import importlib
 import os
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TextIO
 
 from . import checkout
 from .clock import Clock
 from .messages import START, say
-from .mutants import CUDA_SOURCES
+from .mutants import is_cuda
 
 START_SECONDS = 180.0  # when many processes start CUDA at once
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
@@ -84,7 +83,7 @@ def _use(task: Mapping[str, Any]) -> None:
 
     _start()
     torch.cuda.set_per_process_memory_fraction(task["memory"])
-    alone = bool(task.get("file")) and Path(task["file"]).suffix not in CUDA_SOURCES
+    alone = bool(task.get("file")) and not is_cuda(task["file"])
     overlay.write_to(str(checkout.cache_of_mutant()) if alone else None)
 
 

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .mutants import CUDA_SOURCES, Mutant
+from .mutants import Mutant, is_cuda
 
 
 def of_triton(kernel: Any, source: Any, target: Any = None, options: Any = None, **_: Any) -> tuple[str, str, str]:
@@ -51,7 +51,7 @@ def changed_to_the_same(codes: Collection[tuple[str, str, str]], originals: Mapp
 def is_all_of(mutant: Mutant, source: str) -> bool:
     """Whether all that a mutant changes is compiled for the GPU: CUDA C++, or a function of Triton. Then lines must
     stay where they are, as Triton's functions below would be others else."""
-    if mutant.file.endswith(CUDA_SOURCES):
+    if is_cuda(mutant.file):
         return True
     name = mutant.function.partition(".")[0]
     return name in _jitted(source) and mutant.applied(source).count("\n") == source.count("\n")

@@ -20,12 +20,11 @@ import functools
 import gc
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from .. import plans
-from .mutants import CUDA_SOURCES
+from .mutants import is_cuda
 
 TASKS = 200  # of one process
 _CACHED = type(functools.cache(len))
@@ -34,7 +33,7 @@ _CACHED = type(functools.cache(len))
 def is_for_used(task: Mapping[str, Any]) -> bool:
     """Whether a process can have this task among others: of CUDA C++ or of an original, on a GPU, without tests and
     torch.compile, which keep more than is forgotten here."""
-    of_cuda = not task.get("file") or Path(task["file"]).suffix in CUDA_SOURCES
+    of_cuda = not task.get("file") or is_cuda(task["file"])
     return task.get("device") == "cuda" and bool(task.get("quick")) and of_cuda
 
 

@@ -31,6 +31,11 @@ COPY = "A copy of parts/"
 CUDA_SOURCES = (".cu", ".cuh")
 
 
+def is_cuda(file: str | None) -> bool:
+    """Whether a file of a kernel's folder is CUDA C++; not where none is given, as of an original."""
+    return file is not None and file.endswith(CUDA_SOURCES)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One fault: the text from `start` to `end` of a file becomes `text`.

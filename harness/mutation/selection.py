@@ -10,10 +10,9 @@ import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from .mutants import CUDA_SOURCES
+from .mutants import is_cuda
 
 SLOW_CHECKS = ("opcheck", "compile")  # left out of a quick run, with the tests
 PIECE = 24  # checks of an original that one process makes
@@ -40,7 +39,7 @@ def place(task: Mapping[str, Any], name: str) -> float:
 def unlikely(task: Mapping[str, Any], implementation: str) -> float:
     """More than 1 for an implementation that hardly reaches the file, less for one that does: of CUDA C++, Triton's
     never does, "auto" does for some shapes, and what is named for it does for all that it takes."""
-    if Path(task.get("file") or "").suffix not in CUDA_SOURCES:
+    if not is_cuda(task.get("file")):
         return 1.0
     return 10.0 if implementation.startswith("triton") else 1.0 if implementation == "auto" else 0.1
 

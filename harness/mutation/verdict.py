@@ -27,12 +27,11 @@ import itertools
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from . import results
 from .messages import IMPORT, PHASES, START
-from .mutants import CUDA_SOURCES
+from .mutants import is_cuda
 
 Answer = Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -122,7 +121,7 @@ def _meaning(
         return results.ERROR, "", f"ended before the task, status {ended}"
     if at == START and not late:
         return results.ERROR, "", f"ended in the {START}, status {ended}"
-    if Path(task.get("file") or "").suffix in CUDA_SOURCES and (logs := [s["log"] for s in said if "log" in s]):
+    if is_cuda(task.get("file")) and (logs := [s["log"] for s in said if "log" in s]):
         return results.INVALID, at, logs[0]
     if late and not (failures and task.get("file")):
         return results.UNFINISHED, "", f"time was up in {at}"
