@@ -172,9 +172,9 @@ def _tile_candidates(case: Case) -> list[configs.TileConfig]:
 
 def _logits_candidates(case: Case) -> list[configs.LogitsConfig]:
     return [
-        configs.LogitsConfig(block_n, stages, rows_behind // cluster, cluster)
+        configs.LogitsConfig(block_n, stages, height // cluster, cluster)
         for block_n, stages in ((192, 5), (192, 4), (176, 5), (160, 6))
-        for rows_behind in (8, 16, 32, 64)
+        for height in (8, 16, 32, 64)  # of a group in the tile order, in tiles
         for cluster in (1, 2)
     ]
 

@@ -127,7 +127,7 @@ class StatsConfig:
 
 @dataclass(frozen=True)
 class LogitsConfig:
-    """Of logits.cu: columns of a tile (160 or 192), pipeline stages, height of a group in the grouped tile order
+    """Of logits.cu: columns of a tile (160, 176 or 192), pipeline stages, height of a group in the grouped tile order
     (`raster`, in clusters), and CTAs of a cluster, whose tiles are vertically adjacent and share weight (1 or 2)."""
 
     block_n: int

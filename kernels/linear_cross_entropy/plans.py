@@ -91,31 +91,32 @@ def _loss_step(p: Problem, chunk: Chunk, config: Config, slab: Slab | None) -> t
     """For the loss of a chunk: the size of the stats buffer, what fills it, the loss launch. `slab`: where a slice of
     its logits is, None where logits.cu keeps none."""
     if slab is None:
-        stats = _cuda_stats(p, chunk)
+        stats = logits.stats_of(p, chunk)
         return stats.size, logits.stats_launch(p, chunk, stats), loss_launch(p, chunk, stats, stats.parts)
     stats_config = configs.pick_stats_config(chunk.count, p.vocab, FP32, p.capability)
     each = triton.cdiv(config.slice, stats_config.span)
     stats = Stats(triton.cdiv(p.vocab, config.slice) * each, chunk.count, p.loss.label_smoothing != 0)
-    parts, filled, rows = [], 0, _hidden_t(p, chunk)
+    parts, filled = [], 0
     for entries in p.slices(config.slice):
         size = entries.stop - entries.start
         product = Product.of(p, entries, slab.part(slice(0, size), slice(0, chunk.count)))
-        parts.append((product, stats_launch(p, chunk, stats, stats_config, filled, entries.start, size, slab.shape[1])))
+        gather = stats_launch(p, chunk, stats, stats_config, filled, entries.start, size, slab.shape[1])
+        parts.append(([product], gather))
         filled += triton.cdiv(size, stats_config.span)
+    return stats.size, _measure(_hidden_t(p, chunk), parts), loss_launch(p, chunk, stats, filled)
 
-    def measure(hidden, weight, bias, target, z, stats) -> None:
+
+def _measure(rows: View, parts: list[tuple[list[Product], Launch]]) -> Measure:
+    """Of each part the GEMMs of its logits, then the launch that gathers their stats. `rows`: the view of hidden."""
+
+    def run(hidden, weight, bias, target, z, stats) -> None:
         hidden_t = rows.of(hidden)
-        for product, gather in parts:
-            product(weight, hidden_t, bias, z)
+        for products, gather in parts:
+            for product in products:
+                product(weight, hidden_t, bias, z)
             gather(z, target, stats)
 
-    return stats.size, measure, loss_launch(p, chunk, stats, filled)
-
-
-def _cuda_stats(p: Problem, chunk: Chunk) -> Stats:
-    smoothing = p.loss.label_smoothing != 0
-    block_n = configs.pick_logits_config(chunk.count, smoothing or p.loss.softcap is not None).block_n
-    return Stats(triton.cdiv(p.vocab, block_n), chunk.count, smoothing)
+    return run
 
 
 class _Result:
@@ -287,20 +288,13 @@ def _step(
 def _measured(p: Problem, chunk: Chunk, config: Config, z: Slab) -> tuple[Stats, Measure]:
     """What computes all logits of a chunk, which stay in z, and their stats."""
     if _in_cuda(p):
-        stats = _cuda_stats(p, chunk)
+        stats = logits.stats_of(p, chunk)
         return stats, logits.stats_launch(p, chunk, stats, z.shape[1])
     stats_config = configs.pick_stats_config(chunk.count, p.vocab, FP32, p.capability)
     stats = Stats(triton.cdiv(p.vocab, stats_config.span), chunk.count, p.loss.label_smoothing != 0)
     products = [Product.of(p, part, z.part(part, slice(0, chunk.count))) for part in p.slices(config.slice)]
-    gather, rows = stats_launch(p, chunk, stats, stats_config, 0, 0, p.vocab, z.shape[1]), _hidden_t(p, chunk)
-
-    def measure(hidden, weight, bias, target, z, stats) -> None:
-        hidden_t = rows.of(hidden)
-        for product in products:
-            product(weight, hidden_t, bias, z)
-        gather(z, target, stats)
-
-    return stats, measure
+    gather = stats_launch(p, chunk, stats, stats_config, 0, 0, p.vocab, z.shape[1])
+    return stats, _measure(_hidden_t(p, chunk), [(products, gather)])
 
 
 def _second_pass_slices(

@@ -17,7 +17,7 @@ import torch
 
 from harness.compiling import nvrtc, sass
 
-from . import configs, launch, plans
+from . import configs, launch
 from .layout import Stats
 from .loss import Loss
 from .op import linear_cross_entropy
@@ -111,10 +111,10 @@ def test_a_part_of_the_statistics_is_a_tile() -> None:
     hidden, weight = torch.randn(200, 64).half(), torch.randn(400, 64).half()
     p = Problem.of(hidden, weight, torch.zeros(200, dtype=torch.int64), None, PLAIN)
     chunk = configs.Chunk(8, 200, spare=True, kept=True)
-    assert plans._cuda_stats(p, chunk) == Stats(3, 192, False)
+    assert logits.stats_of(p, chunk) == Stats(3, 192, False)
     smooth = dataclasses.replace(p, loss=PLAIN._replace(label_smoothing=0.1))
-    assert plans._cuda_stats(smooth, chunk) == Stats(3, 192, True)
-    assert plans._cuda_stats(dataclasses.replace(smooth, vocab=321), chunk).parts == 3  # of 160
+    assert logits.stats_of(smooth, chunk) == Stats(3, 192, True)
+    assert logits.stats_of(dataclasses.replace(smooth, vocab=321), chunk).parts == 3  # of 160
 
 
 def numbers(address: int, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...]) -> torch.Tensor:

@@ -36,7 +36,7 @@
 // recomputed logits (GRADIENT) are bitwise equal to those from which the lse was computed.
 //
 // Defined by the launcher: EPILOGUE, FP16, WIDE (targets have 64 bits), SOFTCAP and SMOOTHING (0 or 1; SMOOTHING of
-// GRADIENT also covers a z-loss), BLOCK_N (160 or 192), STAGES, RASTER (height of a group in the grouped tile
+// GRADIENT also covers a z-loss), BLOCK_N (160, 176 or 192), STAGES, RASTER (height of a group in the grouped tile
 // order, in clusters), CLUSTER (1 or 2). Here `step` is a K-block, `slot` a pipeline stage, `sums` are accumulators.
 
 #include "cluster.cuh"

@@ -35,6 +35,21 @@ def unsupported_reason(p: Problem) -> str | None:
     return cuda_driver.no_compiler()
 
 
+def stats_of(p: Problem, chunk: Chunk) -> Stats:
+    """The stats of a chunk that `stats_launch` writes: a part is a tile's columns."""
+    return Stats(-(-p.vocab // _config(p, chunk, STATS).block_n), chunk.count, _is_smooth(p, STATS))
+
+
+def _config(p: Problem, chunk: Chunk, epilogue: int) -> configs.LogitsConfig:
+    return configs.pick_logits_config(chunk.count, _is_smooth(p, epilogue) or p.loss.softcap is not None)
+
+
+def _is_smooth(p: Problem, epilogue: int) -> bool:
+    """SMOOTHING. A loss without label smoothing has no sums of logits; without z-loss too its gradient is that of
+    softmax."""
+    return p.loss.label_smoothing != 0 or (epilogue == GRADIENT and p.loss.z_loss != 0)
+
+
 def stats_launch(p: Problem, chunk: Chunk, stats: Stats, pitch: int = 0) -> Callable[..., None]:
     """Writes the stats of a chunk over the whole vocabulary, and zᵀ in rows of `pitch` elements unless that is 0, given
     (hidden, weight, bias, target, z, stats)."""
@@ -85,9 +100,7 @@ class _Start:
 
     def __init__(self, p: Problem, chunk: Chunk, entries: slice, epilogue: int) -> None:
         rows, cols, size, loss = chunk.count, entries.stop - entries.start, p.dtype.itemsize, p.loss
-        # A loss without label smoothing has no sums of logits; without z-loss too its gradient is that of softmax.
-        smoothing = loss.label_smoothing != 0 or (epilogue == GRADIENT and loss.z_loss != 0)
-        config = configs.pick_logits_config(rows, smoothing or loss.softcap is not None)
+        config = _config(p, chunk, epilogue)
         self._at = chunk.start * p.hidden[1][0] * size, entries.start * p.weight[1][0] * size
         self._hidden = _map(p, rows, p.hidden[1], BLOCK_M)
         self._weight = _map(p, cols, p.weight[1], config.block_n // config.cluster)
@@ -100,7 +113,7 @@ class _Start:
             f"FP16={int(p.dtype == torch.float16)}",
             f"WIDE={int(p.wide)}",
             f"SOFTCAP={int(loss.softcap is not None)}",
-            f"SMOOTHING={int(smoothing)}",
+            f"SMOOTHING={int(_is_smooth(p, epilogue))}",
             f"BLOCK_N={config.block_n}",
             f"STAGES={config.stages}",
             f"RASTER={config.raster}",
