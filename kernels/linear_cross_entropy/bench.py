@@ -179,15 +179,21 @@ def _logits_candidates(case: Case) -> list[configs.LogitsConfig]:
     ]
 
 
+def _in_cuda(case: Case) -> bool:
+    return case.dtype != FP32 and case.dims["dim"] % 8 == 0
+
+
 def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
-    if implementation == "cuda" and (case.dtype == FP32 or case.dims["dim"] % 8):
+    if implementation == "cuda" and not _in_cuda(case):
         return "it takes float16 and bfloat16, and H that is a multiple of 8"
     return None
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    """The checks try layouts that "cuda" does not take, and test_sm90.py has its own."""
-    return "it is checked by tests of its own" if implementation == "cuda" and not case.bench else None
+    """Of "cuda" nothing is checked here: the checks try layouts that it does not take, and test_sm90.py has its own."""
+    if implementation == "triton":
+        return None if _in_cuda(case) else "it is what auto takes"
+    return "it is checked by tests of its own; auto takes it where it can" if implementation == "cuda" else None
 
 
 CUDA_CASES = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)
@@ -195,8 +201,13 @@ PADDING = "behind the last row it reads padding, for whole vectors, which it doe
 
 SPEC = KernelSpec(
     name="linear_cross_entropy",
-    implementations={"triton": linear_cross_entropy, "cuda": partial(linear_cross_entropy, backend="cuda")},
-    min_capability={"cuda": (9, 0)},
+    implementations={
+        "auto": linear_cross_entropy,
+        "triton": partial(linear_cross_entropy, backend="triton"),
+        "cuda": partial(linear_cross_entropy, backend="cuda"),
+    },
+    # Elsewhere the first is the second.
+    min_capability={"triton": (9, 0), "cuda": (9, 0)},
     unsupported_reason=_unsupported_reason,
     alias_reason=_alias_reason,
     baselines=(

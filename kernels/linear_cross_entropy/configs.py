@@ -145,12 +145,15 @@ class TileConfig:
     num_warps: int
 
 
-def pick_backend(backend: str) -> str:
-    """Which version computes the logits: "cuda" is logits.cu, "triton" cuBLAS and Triton. Pure.
+def pick_backend(backend: str, possible: bool) -> str:
+    """Which version computes the logits: "cuda" is logits.cu, "triton" cuBLAS and Triton. `possible`: "cuda" can run.
+    Pure.
 
-    "auto" is "triton" until the other has been run on a GPU and measured.
+    Statistics in the GEMM's epilogue save a read of all logits, and without gradients the logits themselves.
     """
-    return "triton" if backend == "auto" else backend
+    if backend == "auto":
+        return "cuda" if possible else "triton"
+    return backend
 
 
 def pick_logits_config(rows: int, more: bool) -> LogitsConfig:
@@ -158,14 +161,14 @@ def pick_logits_config(rows: int, more: bool) -> LogitsConfig:
 
     - 192 columns: the most accumulators that a thread has registers for. With `more` in the epilogue some spill: 160.
     - Two CTAs share weight's columns where there are rows for both.
-    - A group of the tile order has 4096 rows, 32 MB of hidden with H = 4096. They stay in L2 while weight is read once.
+    - A group of the tile order has 2048 rows, 16 MB of hidden with H = 4096. They stay in L2 while weight is read once.
     - As many pipeline stages as shared memory has room for.
 
-    Estimated (logits.cu), not measured.
+    Record: reports/h200/tune, 32 candidates in four cases.
     """
     cluster = 1 if rows <= 128 else 2
     block_n, stages = (160, 6) if more else (192, 5)
-    return LogitsConfig(block_n, stages, raster=32 // cluster, cluster=cluster)
+    return LogitsConfig(block_n, stages, raster=16 // cluster, cluster=cluster)
 
 
 def pick_stats_config(rows: int, vocab: int, dtype: torch.dtype, capability: tuple[int, int]) -> StatsConfig:

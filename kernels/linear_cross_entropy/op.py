@@ -47,8 +47,8 @@ def linear_cross_entropy(
                    their size, a sixteenth of their size or, if weight needs one, what 1024 entries of all rows
                    take, whichever is most. If all logits fit, none of them are computed twice.
     backend        how logits are computed: "triton" (cuBLAS and Triton), "cuda" (CUDA C++, compiled by CuPy, on compute
-                   capability 9.0: float16 and bfloat16, H and row strides multiples of 8) or "auto", at present
-                   always "triton" (`configs.pick_backend`)
+                   capability 9.0: float16 and bfloat16, H and row strides multiples of 8) or "auto", "cuda" where
+                   it can run and "triton" elsewhere
 
     Returns the loss in float32: a scalar, or in shape of target for "none". Under autocast hidden, weight and bias are
     cast first, like those of a linear layer.

@@ -52,13 +52,10 @@ FP32 = torch.float32
 
 def _in_cuda(p: Problem) -> bool:
     """Whether logits.cu computes the logits. RuntimeError where that is asked for and cannot be."""
-    backend = configs.pick_backend(p.loss.backend)
-    if backend != "cuda":
-        return False
-    reason = logits.unsupported_reason(p)
+    reason = logits.unsupported_reason(p) if p.loss.backend != "triton" else None
     if reason and p.loss.backend == "cuda":
         raise RuntimeError(f'linear_cross_entropy: backend="cuda" cannot run here: {reason}')
-    return reason is None
+    return configs.pick_backend(p.loss.backend, possible=reason is None) == "cuda"
 
 
 def loss_plan(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Optional, loss: Loss) -> LossPlan:

@@ -101,7 +101,7 @@ def test_options_and_wanted_gradients_are_not_mixed_up():
     hidden, weight, target = problem(grad=False)
     asked = [dict(), dict(reduction="sum"), dict(label_smoothing=0.2), dict(z_loss=0.5), dict(softcap=1.0)]
     asked.append(dict(ignore_index=int(target[1])))
-    target[target == -100] = target[1]
+    target[target == -100] = int(target[1])
     first = [results(hidden, weight, target, **options) for options in asked]
     assert len({float(found[0]) for found in first}) == len(asked)
     for options, found in zip(asked, first, strict=True):
