@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from . import attention
 from .configs.forward import pick_fp8_config
 from .reference import attention_reference
 from .sm90 import fp8, quantise
@@ -61,3 +62,20 @@ def test_the_forward_in_e4m3_fits():
     for dim in (32, 64, 80, 128):
         width, config = 64 if dim <= 64 else 128, pick_fp8_config(dim, exact_lse=True)
         assert fp8.shared_bytes(width, config) <= 232_448
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_equal_keys_give_the_mean_of_their_values(dim):
+    """Of one key that is its value as e4m3 has it. Where there are many keys, something added to a row's sum would pass
+    for rounding."""
+    q, k, v = (normal(2, heads, 300, dim, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    k[:] = k[:, :, :1]
+    out = attention(q, k, v, causal=True, fp8=True)
+    for b, h in itertools.product(range(2), range(4)):
+        bits, scales = e4m3(v[b, h // 2].cpu(), 1024)
+        values = bits.view(torch.float8_e4m3fn).double() * scales[0]
+        means = values.cumsum(0) / torch.arange(1, 301)[:, None]
+        found = out[b, h].double().cpu()
+        assert torch.equal(found[0], values[0])
+        torch.testing.assert_close(found, means, rtol=2**-8, atol=2e-3)
