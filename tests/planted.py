@@ -27,11 +27,12 @@ def faults(kernels: tuple[str, ...]) -> list[dict[str, Any]]:
         zoo = test_wrong.ZOO[kernel]
         for wrong in test_wrong.every(kernel):
             rejected_by = None
-            on_gpu = wrong in zoo.ON_A_GPU
-            if not on_gpu or (test_wrong.DEVICE == "cuda" and torch.cuda.device_count() >= wrong.gpus):
-                spec, only = test_wrong.spec_with(kernel, "wrong", wrong.fn), wrong.check if on_gpu else None
-                outcome = test_wrong.first_failure(spec, wrong.case, only)
+            if wrong not in zoo.ON_A_GPU:
+                outcome = test_wrong.first_failure(test_wrong.spec_with(kernel, "wrong", wrong.fn), wrong.case)
                 rejected_by = outcome.item.check if outcome else ""
+            elif test_wrong.DEVICE == "cuda" and torch.cuda.device_count() >= wrong.gpus:
+                failure = test_wrong.failure_on_a_gpu(kernel, wrong.name)
+                rejected_by = failure[0] if failure else ""
             fault = {"kernel": kernel, "name": wrong.name, "check": wrong.check, "cause": wrong.cause}
             found.append({**fault, "rejected_by": rejected_by})
             print(f"{kernel}: {wrong.name}: {rejected_by}", flush=True)

@@ -2,8 +2,8 @@
 
 `plan` lists what is checked, `run` makes one check, and tests/test_specs.py makes a test of each. The checks are in
 `battery` (numbers, determinism, layouts), `isolation` (calls that disturb others), `special_values`, `fuzz` (sizes),
-`refusal` (bad input) and `integration` (torch.library, torch.compile, CUDA graphs, streams, devices); the criterion for
-a tensor is in `accuracy`; `bench` calls `verify`.
+`refusal` (bad input), `integration` (torch.library, torch.compile, CUDA graphs, streams, devices) and `unmapped` (reads
+outside of tensors); the criterion for a tensor is in `accuracy`; `bench` calls `verify`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .. import execute, options
-from ..correctness import battery, fuzz, integration, isolation, refusal, special_values
+from ..correctness import battery, fuzz, integration, isolation, refusal, special_values, unmapped
 from ..correctness.accuracy import Verdict
 from ..correctness.battery import Rejected, Skipped, Subject
 from ..correctness.global_state import put_back
@@ -71,6 +71,7 @@ CHECKS: dict[str, Check] = {
     "stream": Check(integration.stream, "kind", both=True, device="cuda"),
     "graph": Check(integration.graph, "kind", both=True, device="cuda"),
     "device": Check(integration.second_device, "kind", device="cuda"),
+    "unmapped": Check(unmapped.unmapped, "kind", device="cuda"),  # last, as a fault fails what follows
 }
 
 # The others are about the tensors of one op: a training step is made of ops to which they are put by themselves.

@@ -54,18 +54,19 @@ def _strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     if layout == "scalar":
         return (0,) * len(shape)
     if layout == "strided":
-        return tuple(2 * s for s in _row_major(shape))
+        return tuple(2 * s for s in row_major(shape))
     if layout == "expanded":
-        return (0, *_row_major(shape[1:])) if shape else ()
+        return (0, *row_major(shape[1:])) if shape else ()
     if layout == "transposed" and len(shape) > 1:
-        *rest, last, inner = _row_major((*shape[:-2], shape[-1], shape[-2]))
+        *rest, last, inner = row_major((*shape[:-2], shape[-1], shape[-2]))
         return (*rest, inner, last)
     if layout == "sliced" and len(shape) > 1:
-        return _row_major((*shape[:-1], shape[-1] + GAP))
-    return _row_major(shape)
+        return row_major((*shape[:-1], shape[-1] + GAP))
+    return row_major(shape)
 
 
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -17,7 +17,7 @@ class Wrong:
 
     `on_gpu` is the (check, cause) that may come first there, where the arithmetic, the random numbers, the tensors'
     addresses or what can be launched are other than in the interpreter. `gpus` is how many it needs, of those that are
-    tried on a GPU alone.
+    tried on a GPU alone. `fatal`: CUDA cannot be used any more in the process that has tried it.
     """
 
     name: str
@@ -27,3 +27,4 @@ class Wrong:
     cause: str
     on_gpu: tuple[str, str] | None = None
     gpus: int = 1
+    fatal: bool = False

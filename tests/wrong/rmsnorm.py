@@ -6,6 +6,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 from harness.spec import Case
 from kernels.rmsnorm.reference import rmsnorm_reference
@@ -51,6 +53,17 @@ class _HalfPrecisionDW(torch.autograd.Function):
 
 def half_precision_dw(x, weight, **kwargs):
     return _HalfPrecisionDW.apply(x, weight)
+
+
+@triton.jit
+def _look_kernel(x_ptr, found_ptr, place):
+    tl.store(found_ptr, tl.load(x_ptr + place))
+
+
+def reads_past_the_end(x, weight=None, eps=1e-6, residual=None, weight_offset=0.0):
+    """And does not use what it finds there, four elements on: a tensor's end is a vector's at most from memory's."""
+    _look_kernel[(1,)](x, torch.empty_like(x[0]), x.numel() + 3)
+    return rmsnorm(x, weight, eps, residual, weight_offset)
 
 
 def checks_last(x, weight=None, eps=1e-6, residual=None, weight_offset=0.0):
@@ -177,6 +190,7 @@ ON_A_GPU = (
         "state",
         gpus=2,
     ),
+    Wrong("reads past the end", reads_past_the_end, FP32, "unmapped", "raised", fatal=True),
 )
 
 
