@@ -317,8 +317,8 @@ def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
         tiles = [(256, False, stages) for stages in (3, 4)]
     else:
         tiles = [(128, turns, stages) for turns in (False, True) for stages in (4, 5, 6)]
-        blocked = case.params["scaling"] in (SQUARE, LINE)
-        tiles += [(192, turns, stages) for turns in ((False, True) if blocked else (True,)) for stages in (4, 5)]
+        if case.params["scaling"] in (SQUARE, LINE):
+            tiles += [(192, turns, stages) for turns in (False, True) for stages in (4, 5)]
     found = [
         configs.CudaConfig(stages, raster, cluster, block_n, turns)
         for cluster in (1, 2)

@@ -68,7 +68,6 @@ def test_what_a_launch_is_told_of_the_scales(monkeypatch: pytest.MonkeyPatch) ->
 VARIANTS = [
     (0, 128, 256, 0),
     (1, 128, 128, 0),
-    (1, 128, 192, 1),
     *(
         (scaling, m, n, turns)
         for scaling in (2, 3)
@@ -109,12 +108,9 @@ def test_it_compiles_and_does_not_spill(scaling: int, block_m: int, block_n: int
     other = dict(A_E4M3=0, OUT32=1, BIAS=3) if cluster == 1 else dict(B_E4M3=0, BIAS=1)
     if max(block_m, block_n) > 128 and scaling and not turns:
         other["BIAS"] = 0  # its results of 16 bits with a bias spill up to 20 bytes; no picked configuration has it
-    granted = 0
-    if scaling == 1 and block_n == 192:  # in its epilogue; in fp32 with a bias 300. No picked configuration has it
-        granted, other["OUT32"] = 32, 0
     code = nvrtc.compiled(SOURCE, "sm_90a", defines(scaling, block_m, block_n, turns, cluster, **other))
     usage = sass.inspect(code, "fp8_matmul_products")
-    assert usage.spills <= granted and usage.stack <= 2 * granted
+    assert usage.spills == 0 and usage.stack == 0
     assert usage.early_arrivals == 0 and usage.early_own_reads == {}
     # Four a step. Of 256 columns: or of the first half of them; else of the first step, and of each set in the loop, or
     # of each 64 rows of a consumer.

@@ -5,7 +5,7 @@
 //   SCALING 0   scales per tensor or row, applied in the epilogue; the tensor cores accumulate over all of K. Tiles of
 //               128 x 256
 //   SCALING 1   the same, but the accumulators are promoted: added to fp32 registers after each K-block of 128. Tiles
-//               of 128 x 128 or 128 x 192
+//               of 128 x 128
 //   SCALING 2   scales per 1x128 of a and 128x128 of b, applied in the promotion. Tiles of 128 x 128 or 128 x 192
 //   SCALING 3   scales per 1x128 of both, in the same tiles
 //
@@ -61,7 +61,7 @@ constexpr int BLOCK_K = 128, CONSUMERS = 2;
 constexpr bool BLOCKED = SCALING >= 2;
 static_assert(BLOCK_M == 128 || BLOCKED && BLOCK_N == 128, "of other tiles of 256 rows registers are too few");
 static_assert(!LATE || SETS == 1, "with two sets the next step starts before a slot has been read");
-static_assert(SCALING > 0 || BLOCK_N == 256);
+static_assert(BLOCKED || BLOCK_N == (SCALING ? 128 : 256), "with 192 columns an epilogue with scales spills");
 constexpr int SCALES = STAGES * OPERAND_BYTES;  // where a ring of scales lies
 constexpr int FULL = SCALES + STAGES * (BLOCKED ? SCALE_BYTES : 0);  // and barriers
 constexpr int EMPTY = FULL + 8 * STAGES, TURN = EMPTY + 8 * STAGES;
@@ -176,16 +176,10 @@ DEVICE void finish(const Problem& a, const Tile& tile, float (&sums)[SUMS], int 
 #pragma unroll
         for (int c = 0; c < BLOCK_N / 32; c++)
             x.own[c] = column + 32 * c < a.cols ? a.scale_b[(column + 32 * c) * a.scale_b_row] : 0;
-        if (BLOCK_N == 192) {  // rows' scales first, which then take no registers: 16 bytes spill in place of 84
-#pragma unroll
-            for (int i = 0; i < SUMS; i += i % 2 ? 3 : 1) sums[i] *= high, sums[i + 2] *= low;
-            __syncwarp();
-        }
-        const float of_row = BLOCK_N == 192 ? 1.0f : high, of_other = BLOCK_N == 192 ? 1.0f : low;
 #pragma unroll
         for (int i = 0; i < SUMS; i += i % 2 ? 3 : 1) {
             const float scale = x.get(i / 4, i % 2);
-            sums[i] *= of_row * scale, sums[i + 2] *= of_other * scale;
+            sums[i] *= high * scale, sums[i + 2] *= low * scale;
         }
     }
     if (BIAS) {
