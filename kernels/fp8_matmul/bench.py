@@ -327,13 +327,6 @@ def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
     ]
     if case.params["scaling"] in (SQUARE, LINE):
         found += [configs.CudaConfig(5, 8, 2, 192, True, *options) for options in OPTIONS]
-        found += [
-            configs.CudaConfig(4, raster, cluster, 128, turns, late=late, block_m=256)
-            for cluster in (1, 2)
-            for raster in (4, 8)
-            for turns in (False, True)
-            for late in (False, True)
-        ]
     return found
 
 

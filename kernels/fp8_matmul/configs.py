@@ -30,11 +30,10 @@ class CudaConfig:
     - `stages`: pipeline stages.
     - `raster`: height of a group in the grouped tile order, in rows of clusters.
     - `cluster`: 1, or 2 CTAs with vertically adjacent tiles, which share b by TMA multicast.
-    - `block_n`: 256 without promotion, 128 with it; with block scales also 192. `block_m`: 128; with block scales and
-      `block_n` 128 also 256, of which each consumer computes two parts of 64 rows in sequence.
+    - `block_n`: 256 without promotion, 128 with it; with block scales also 192.
     - `turns`: ping-pong. A consumer issues its wgmmas when `passes` of the four wgmmas of the other consumer's K-block
       have completed.
-    - `late`: a stage is released after the wgmmas of the next K-block are issued. Only for 192 columns or 256 rows."""
+    - `late`: a stage is released after the wgmmas of the next K-block are issued. Only for 192 columns."""
 
     stages: int
     raster: int
@@ -43,7 +42,6 @@ class CudaConfig:
     turns: bool
     passes: int = 2
     late: bool = False
-    block_m: int = 128
 
 
 @dataclass(frozen=True)
