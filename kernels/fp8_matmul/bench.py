@@ -308,10 +308,6 @@ def _candidates(case: Case) -> list[configs.Config]:
     ]
 
 
-# (passes, late) of CudaConfig, other than the default.
-OPTIONS = ((1, False), (3, False), (1, True), (2, True), (3, True))
-
-
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
     if case.params.get("fast_accum"):
         tiles = [(256, False, stages) for stages in (3, 4)]
@@ -319,15 +315,12 @@ def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
         tiles = [(128, turns, stages) for turns in (False, True) for stages in (4, 5, 6)]
         if case.params["scaling"] in (SQUARE, LINE):
             tiles += [(192, turns, stages) for turns in (False, True) for stages in (4, 5)]
-    found = [
+    return [
         configs.CudaConfig(stages, raster, cluster, block_n, turns)
         for cluster in (1, 2)
         for raster in (4, 8, 16)
         for block_n, turns, stages in tiles
     ]
-    if case.params["scaling"] in (SQUARE, LINE):
-        found += [configs.CudaConfig(5, 8, 2, 192, True, *options) for options in OPTIONS]
-    return found
 
 
 def _few_candidates(case: Case) -> list[configs.FewConfig]:

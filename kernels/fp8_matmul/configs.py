@@ -31,17 +31,14 @@ class CudaConfig:
     - `raster`: height of a group in the grouped tile order, in rows of clusters.
     - `cluster`: 1, or 2 CTAs with vertically adjacent tiles, which share b by TMA multicast.
     - `block_n`: 256 without promotion, 128 with it; with block scales also 192.
-    - `turns`: ping-pong. A consumer issues its wgmmas when `passes` of the four wgmmas of the other consumer's K-block
-      have completed.
-    - `late`: a stage is released after the wgmmas of the next K-block are issued. Only for 192 columns."""
+    - `turns`: ping-pong. A consumer issues its wgmmas when half of those of the other consumer's K-block have
+      completed."""
 
     stages: int
     raster: int
     cluster: int
     block_n: int
     turns: bool
-    passes: int = 2
-    late: bool = False
 
 
 @dataclass(frozen=True)

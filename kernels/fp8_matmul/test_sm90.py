@@ -14,7 +14,7 @@ import torch
 from harness.compiling import nvrtc, sass
 
 from . import configs, plans
-from .bench import CUDA_CASES, OPTIONS, _cuda_candidates
+from .bench import CUDA_CASES, _cuda_candidates
 from .op import fp8_matmul
 from .scaling import LINE, ROW, SQUARE, TENSOR
 from .sm90 import cuda_driver, few_rows, products
@@ -90,7 +90,7 @@ def defines(scaling: int, block_n: int, turns: int, cluster: int, **changes: int
     stages = {128: 6, 192: 5, 256: 4}[block_n]
     chosen = {
         **dict(SCALING=scaling, A_E4M3=1, B_E4M3=1, OUT32=0, FP16=0, BIAS=0),
-        **dict(BLOCK_N=block_n, TURNS=turns, PASSES=2, LATE=0, STAGES=stages, RASTER=8, CLUSTER=cluster),
+        **dict(BLOCK_N=block_n, TURNS=turns, STAGES=stages, RASTER=8, CLUSTER=cluster),
     }
     return tuple(f"{name}={value}" for name, value in (chosen | changes).items())
 
@@ -111,17 +111,6 @@ def test_it_compiles_and_does_not_spill(scaling: int, block_n: int, turns: int, 
     assert usage.mma == {"QGMMA": 4 + 4 * sets}
     # ptxas has let a step's run on. A wait or, of TURNS, two a step; the last; of 256 columns in both loops.
     assert usage.wgmma_waits == (sets * (1 + turns) + 1 if scaling else 4)
-
-
-@pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
-@pytest.mark.parametrize("scaling", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("passes", "late"), OPTIONS)
-def test_options_do_not_spill_either(passes: int, late: bool, scaling: int) -> None:
-    code = nvrtc.compiled(SOURCE, "sm_90a", defines(scaling, 192, 1, 2, PASSES=passes, LATE=int(late), BIAS=1))
-    usage = sass.inspect(code, "fp8_matmul_products")
-    assert usage.spills == 0 and usage.stack == 0
-    assert usage.early_arrivals == 0 and usage.early_own_reads == {}
-    assert usage.mma == {"QGMMA": 8} and usage.wgmma_waits == 3
 
 
 def test_few_rows_are_not_its_own() -> None:
@@ -237,24 +226,6 @@ def test_tiles_change_no_bit(
         config = configs.CudaConfig(4, 8, cluster, block_n, turns)
         monkeypatch.setattr(configs, "pick_cuda_config", lambda *_, config=config: config)
         assert torch.equal(fp8_matmul(a, b, *scales, bias, out_dtype, backend="cuda"), want)
-
-
-@pytest.mark.gpu(min_capability=(9, 0))
-@pytest.mark.parametrize(("m", "k", "n"), [(200, 128, 448), (1100, 528, 1424), (3001, 1168, 2064)])
-@pytest.mark.parametrize("scaling", [SQUARE, LINE])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_options_change_no_bit(
-    compiler, monkeypatch, options: tuple[int, bool], scaling: str, m: int, k: int, n: int
-) -> None:
-    """Also with the fewest stages, and repeatedly."""
-    skip_a_single_block(scaling, 192, k)
-    a, b, *scales = operands(m, k, n, scaling)
-    want = fp8_matmul(a, b, *scales, backend="cuda")
-    for stages, cluster in itertools.product((3, 5), (1, 2)):
-        config = configs.CudaConfig(stages, 8, cluster, 192, True, *options)
-        monkeypatch.setattr(configs, "pick_cuda_config", lambda *_, config=config: config)
-        for _ in range(5):
-            assert torch.equal(fp8_matmul(a, b, *scales, backend="cuda"), want)
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

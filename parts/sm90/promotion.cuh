@@ -5,11 +5,11 @@
 // The tensor cores must have work while a consumer promotes. Either a consumer has two sets of accumulators (SETS 2),
 // so that the next K-block's wgmmas run meanwhile (tiles of 128 columns: 64 + 2 x 64 registers). Or it has one set, and
 // the other consumer's wgmmas run (192 columns: 96 + 96). With TURNS consumers then alternate by K-blocks: one starts a
-// K-block when the tensor cores have done PASSES of the four wgmmas of the other's last one. Without TURNS nothing
-// keeps two that started at the same time from promoting at the same time.
+// K-block when the tensor cores have done half of the wgmmas of the other's last one. Without TURNS nothing keeps two
+// that started at the same time from promoting at the same time.
 //
 // SCALING 1: no scales here. 2: scales of 1x128 of a and 128x128 of b. 3: scales of 1x128 of both.
-// Defined by the launcher or before: SCALING, BLOCK_M, BLOCK_N, BLOCK_K, CONSUMERS, TURNS, PASSES, and what wgmma8.cuh
+// Defined by the launcher or before: SCALING, BLOCK_M, BLOCK_N, BLOCK_K, CONSUMERS, TURNS, and what wgmma8.cuh
 // requires. Here `step` is a K-block or its pipeline stage, a `square` the tile's columns in one 128x128 block of b.
 #pragma once
 
@@ -25,7 +25,6 @@ constexpr int SCALE_B = 4 * BLOCK_M, SCALE_BYTES = SCALE_B + 4 * BLOCK_N;     //
 constexpr int A_BYTES = BLOCK_M * BLOCK_K, B_BYTES = BLOCK_N * BLOCK_K, OPERAND_BYTES = A_BYTES + B_BYTES;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static_assert(CONSUMERS == 2, "they take turns, and halve the rows");
-static_assert(0 < PASSES && PASSES < BLOCK_K / 32, "a turn passes within a step");
 static_assert(OPERAND_BYTES % 1024 == 0, "operands with 128-byte swizzle begin at multiples of 1024");
 
 struct Ring {
@@ -96,7 +95,7 @@ template <int N> DEVICE void multiply(float (&d)[N / 2], u32 step, int consumer,
 #pragma unroll
     for (int i = 0; i < BLOCK_K / 32; i++) {
         wgmma(d, a + i * (32 / 16), b + i * (32 / 16), add || i);
-        if (TURNS && i == PASSES - 1) wgmma_commit();
+        if (TURNS && i == BLOCK_K / 64 - 1) wgmma_commit();
     }
     wgmma_commit();
 }

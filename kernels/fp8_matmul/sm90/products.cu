@@ -43,9 +43,8 @@
 // so that none writes into the shared memory of one that has exited.
 //
 // Defined by the launcher: SCALING, A_E4M3, B_E4M3, OUT32 (y is fp32; else FP16 or bf16), BIAS (0 none, 1 bf16, 2 fp16,
-// 3 fp32), BLOCK_N, TURNS (ping-pong consumers), PASSES (1 to 3: with TURNS a consumer issues its wgmmas after this
-// many of the four wgmmas of the other's K-block), LATE (a stage is released after the wgmmas of the next K-block are
-// issued), STAGES, RASTER (height of a group in the grouped tile order, in rows of clusters), CLUSTER (1 or 2).
+// 3 fp32), BLOCK_N, TURNS (ping-pong consumers), STAGES, RASTER (height of a group in the grouped tile order, in rows
+// of clusters), CLUSTER (1 or 2).
 
 constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
 
@@ -56,7 +55,6 @@ constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
 #include "tma.cuh"
 
 constexpr bool BLOCKED = SCALING >= 2;
-static_assert(!LATE || SETS == 1, "with two sets the next step starts before a slot has been read");
 static_assert(BLOCKED || BLOCK_N == (SCALING ? 128 : 256), "with 192 columns an epilogue with scales spills");
 constexpr int SCALES = STAGES * OPERAND_BYTES;  // where a ring of scales lies
 constexpr int FULL = SCALES + STAGES * (BLOCKED ? SCALE_BYTES : 0);  // and barriers
@@ -289,12 +287,11 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
             const RowScales rows = load_row_scales(scales, row);
             wgmma_wait<0>();
             pin(d[set]);
-            if (there && SCALING < 3 && !LATE) release(smem, slot);
+            if (there && SCALING < 3) release(smem, slot);
             if (SETS == 2) start(d[1 - set], smem, ring, turn, left, consumer);
             promote(sums, d[set], rows, scales);
-            if (there && SCALING == 3 && !LATE) release(smem, slot);  // its columns' scales were read there
+            if (there && SCALING == 3) release(smem, slot);  // its columns' scales were read there
             if (SETS == 1) start(d[0], smem, ring, turn, left, consumer);
-            if (there && LATE) release(smem, slot);
             if (there && --steps_left == 0) {
                 turn.pass(), passed = true;  // the other must not wait for the epilogue
                 store_tile(a, find_tile(a, place), sums, consumer);

@@ -51,8 +51,6 @@ def launch(
         f"BIAS={0 if bias is None else NUMBERS[bias.dtype]}",
         f"BLOCK_N={config.block_n}",
         f"TURNS={int(config.turns)}",
-        f"PASSES={config.passes}",
-        f"LATE={int(config.late)}",
         f"STAGES={config.stages}",
         f"RASTER={config.raster}",
         f"CLUSTER={config.cluster}",
