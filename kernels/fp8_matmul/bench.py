@@ -308,33 +308,19 @@ def _candidates(case: Case) -> list[configs.Config]:
     ]
 
 
-# (passes, late) of CudaConfig, other than the default.
-OPTIONS = ((1, False), (3, False), (1, True), (2, True), (3, True))
-
-
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
     if case.params.get("fast_accum"):
         tiles = [(256, False, stages) for stages in (3, 4)]
     else:
         tiles = [(128, turns, stages) for turns in (False, True) for stages in (4, 5, 6)]
-        blocked = case.params["scaling"] in (SQUARE, LINE)
-        tiles += [(192, turns, stages) for turns in ((False, True) if blocked else (True,)) for stages in (4, 5)]
-    found = [
+        if case.params["scaling"] in (SQUARE, LINE):
+            tiles += [(192, turns, stages) for turns in (False, True) for stages in (4, 5)]
+    return [
         configs.CudaConfig(stages, raster, cluster, block_n, turns)
         for cluster in (1, 2)
         for raster in (4, 8, 16)
         for block_n, turns, stages in tiles
     ]
-    if case.params["scaling"] in (SQUARE, LINE):
-        found += [configs.CudaConfig(5, 8, 2, 192, True, *options) for options in OPTIONS]
-        found += [
-            configs.CudaConfig(4, raster, cluster, 128, turns, late=late, block_m=256)
-            for cluster in (1, 2)
-            for raster in (4, 8)
-            for turns in (False, True)
-            for late in (False, True)
-        ]
-    return found
 
 
 def _few_candidates(case: Case) -> list[configs.FewConfig]:

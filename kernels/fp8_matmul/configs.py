@@ -30,20 +30,15 @@ class CudaConfig:
     - `stages`: pipeline stages.
     - `raster`: height of a group in the grouped tile order, in rows of clusters.
     - `cluster`: 1, or 2 CTAs with vertically adjacent tiles, which share b by TMA multicast.
-    - `block_n`: 256 without promotion, 192 or 128 with it. `block_m`: 128; with block scales and `block_n` 128 also
-      256, of which each consumer computes two parts of 64 rows in sequence.
-    - `turns`: ping-pong. A consumer issues its wgmmas when `passes` of the four wgmmas of the other consumer's K-block
-      have completed.
-    - `late`: a stage is released after the wgmmas of the next K-block are issued. Only for 192 columns or 256 rows."""
+    - `block_n`: 256 without promotion, 128 with it; with block scales also 192.
+    - `turns`: ping-pong. A consumer issues its wgmmas when half of those of the other consumer's K-block have
+      completed."""
 
     stages: int
     raster: int
     cluster: int
     block_n: int
     turns: bool
-    passes: int = 2
-    late: bool = False
-    block_m: int = 128
 
 
 @dataclass(frozen=True)

@@ -313,22 +313,15 @@ def _weights_candidates(case: Case) -> list[configs.WeightsConfig]:
     ]
 
 
-# (passes, late) of CudaConfig, other than the default.
-OPTIONS = ((1, False), (3, False), (1, True), (2, True), (3, True))
-
-
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
     shapes = ((128, 4), (192, 3)) if case.params["wgrad"] else ((128, 4), (128, 6), (192, 4), (192, 5))
-    found = [
+    return [
         configs.CudaConfig(stages, raster, cluster, block_n, turns)
         for block_n, stages in shapes
         for turns in (False, True)
         for cluster in (1, 2)
         for raster in (4, 8, 16, 32)
     ]
-    if not case.params["wgrad"]:
-        found += [configs.CudaConfig(5, 8, cluster, 192, True, *options) for cluster in (1, 2) for options in OPTIONS]
-    return found
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:

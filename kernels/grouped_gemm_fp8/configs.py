@@ -44,17 +44,14 @@ class CudaConfig:
     - `raster`: height of a group in the grouped tile order, in row tiles.
     - `cluster`: 1, or 2 CTAs with horizontally adjacent tiles, which share a by TMA multicast.
     - `block_n`: 192 or 128.
-    - `turns`: ping-pong. A consumer issues its wgmmas when `passes` of the four wgmmas of the other consumer's K-block
-      have completed.
-    - `late`: a stage is released after the wgmmas of the next K-block are issued. Only for 192 columns."""
+    - `turns`: ping-pong. A consumer issues its wgmmas when half of those of the other consumer's K-block have
+      completed."""
 
     stages: int
     raster: int
     cluster: int
     block_n: int
     turns: bool
-    passes: int = 2
-    late: bool = False
 
 
 def pick_backend(backend: str, rows: int, groups: int, of_weights: bool, possible: bool) -> str:

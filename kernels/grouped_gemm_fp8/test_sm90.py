@@ -12,7 +12,7 @@ import torch
 from harness.compiling import nvrtc, sass
 
 from . import configs, plans
-from .bench import FORWARDS, GRADIENTS, OPTIONS, _cuda_candidates
+from .bench import FORWARDS, GRADIENTS, _cuda_candidates
 from .op import grouped_gemm_fp8
 from .op_wgrad import grouped_gemm_fp8_wgrad
 from .sm90 import cuda_driver, products
@@ -91,7 +91,7 @@ TILES = pytest.mark.parametrize(("block_n", "turns", "stages"), VARIANTS)
 
 
 def defines(weights: int, block_n: int, turns: int, stages: int, **changes: int) -> tuple[str, ...]:
-    chosen = dict(WEIGHTS=weights, A_E4M3=1, B_E4M3=1, OUT32=weights, FP16=0, PASSES=2, LATE=0, RASTER=8, CLUSTER=2)
+    chosen = dict(WEIGHTS=weights, A_E4M3=1, B_E4M3=1, OUT32=weights, FP16=0, RASTER=8, CLUSTER=2)
     chosen |= dict(BLOCK_N=block_n, TURNS=turns, STAGES=stages)
     return tuple(f"{name}={value}" for name, value in (chosen | changes).items())
 
@@ -112,17 +112,6 @@ def defines(weights: int, block_n: int, turns: int, stages: int, **changes: int)
 def test_it_compiles_and_does_not_spill(
     weights: int, changes: dict[str, int], block_n: int, turns: int, stages: int
 ) -> None:
-    runs_on_without_spills(weights, changes, block_n, turns, stages)
-
-
-@pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
-@pytest.mark.parametrize("cluster", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("passes", "late"), OPTIONS)
-def test_nor_do_options(passes: int, late: bool, cluster: int) -> None:
-    runs_on_without_spills(0, dict(PASSES=passes, LATE=int(late), CLUSTER=cluster), 192, 1, 5)
-
-
-def runs_on_without_spills(weights: int, changes: dict[str, int], block_n: int, turns: int, stages: int) -> None:
     code = nvrtc.compiled(SOURCE, "sm_90a", defines(weights, block_n, turns, stages, **changes))
     usage = sass.inspect(code, "grouped_gemm_fp8_products")
     assert usage.spills == 0 and usage.stack == 0
@@ -252,21 +241,6 @@ def test_tiles_change_no_bit(
     for cluster in (1, 2):
         put_in_place(monkeypatch, block_n, turns, stages, cluster)
         assert torch.equal(grouped_gemm_fp8(*arguments, out_dtype=out_dtype, backend="cuda"), want)
-
-
-@pytest.mark.gpu(min_capability=(9, 0))
-@pytest.mark.parametrize("split", [*SPLITS, "more tiles than SMs"])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_options_change_no_bit(compiler, monkeypatch, options: tuple[int, bool], split: str) -> None:
-    """The forward, also with the fewest stages, and repeatedly."""
-    ends = SPLITS.get(split) or list(itertools.accumulate([1500, 3, 0, 700, 64, 65, 1, 2000, 129, 300]))
-    arguments = forward(ends, max(ROWS, ends[-1] + 77), 1424, 528)
-    want = grouped_gemm_fp8(*arguments, backend="cuda")
-    for stages, cluster in itertools.product((3, 5), (1, 2)):
-        config = configs.CudaConfig(stages, 4, cluster, 192, True, *options)
-        monkeypatch.setattr(configs, "pick_cuda_rows_config", lambda *_, config=config: config)
-        for _ in range(5):
-            assert torch.equal(grouped_gemm_fp8(*arguments, backend="cuda"), want)
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

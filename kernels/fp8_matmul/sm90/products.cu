@@ -5,11 +5,9 @@
 //   SCALING 0   scales per tensor or row, applied in the epilogue; the tensor cores accumulate over all of K. Tiles of
 //               128 x 256
 //   SCALING 1   the same, but the accumulators are promoted: added to fp32 registers after each K-block of 128. Tiles
-//               of 128 x 128 or 128 x 192
+//               of 128 x 128
 //   SCALING 2   scales per 1x128 of a and 128x128 of b, applied in the promotion. Tiles of 128 x 128 or 128 x 192
 //   SCALING 3   scales per 1x128 of both, in the same tiles
-//
-// With SCALING 2 and 3 tiles may also be 256 x 128.
 //
 // Back-of-the-envelope estimate for a K-block of 128 with CLUSTER 2, in cycles per SM: the tensor cores at 8192 FLOP a
 // cycle, L2 at some 39 bytes per SM, shared memory at 128 bytes (wgmma's reads of both operands, TMA's writes), and the
@@ -19,12 +17,11 @@
 //   128 x 128   512        24 KiB:  630     48 + 32 KiB: 640      128, 288
 //   128 x 192   768        28 KiB:  735     64 + 40 KiB: 832      192, 432
 //   128 x 256   1024       32 KiB:  840     80 + 48 KiB: 1024
-//   256 x 128   1024       40 KiB: 1050     96 + 48 KiB: 1152     256, 576
 //
-// A CTA has a producer warpgroup and two consumer warpgroups. Each consumer computes 64 rows of the tile; of 256 rows
-// two parts of 64, in sequence for each K-block. Thread 0 of the producer fills a circular buffer of STAGES pipeline
-// stages (Ring; a slot is a stage) by TMA. With SCALING 2 and 3 all producer threads copy the row and column scales of
-// the K-block by cp.async. Tails of every dimension are zero-filled, by TMA and by cp.async with a source size of 0.
+// A CTA has a producer warpgroup and two consumer warpgroups. Each consumer computes 64 rows of the tile. Thread 0 of
+// the producer fills a circular buffer of STAGES pipeline stages (Ring; a slot is a stage) by TMA. With SCALING 2 and 3
+// all producer threads copy the row and column scales of the K-block by cp.async. Tails of every dimension are
+// zero-filled, by TMA and by cp.async with a source size of 0.
 //
 // With promotion the consumers' main loop runs across tiles: a consumer issues the next wgmmas as soon as a set of
 // wgmma accumulators is free, and only then runs the epilogue of a completed tile (promotion.cuh: SETS, TURNS).
@@ -46,11 +43,10 @@
 // so that none writes into the shared memory of one that has exited.
 //
 // Defined by the launcher: SCALING, A_E4M3, B_E4M3, OUT32 (y is fp32; else FP16 or bf16), BIAS (0 none, 1 bf16, 2 fp16,
-// 3 fp32), BLOCK_M, BLOCK_N, TURNS (ping-pong consumers), PASSES (1 to 3: with TURNS a consumer issues its wgmmas after
-// this many of the four wgmmas of the other's K-block), LATE (a stage is released after the wgmmas of the next K-block
-// are issued), STAGES, RASTER (height of a group in the grouped tile order, in rows of clusters), CLUSTER (1 or 2).
+// 3 fp32), BLOCK_N, TURNS (ping-pong consumers), STAGES, RASTER (height of a group in the grouped tile order, in rows
+// of clusters), CLUSTER (1 or 2).
 
-constexpr int BLOCK_K = 128, CONSUMERS = 2;
+constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
 
 #include "bias.cuh"
 #include "cluster.cuh"
@@ -59,9 +55,7 @@ constexpr int BLOCK_K = 128, CONSUMERS = 2;
 #include "tma.cuh"
 
 constexpr bool BLOCKED = SCALING >= 2;
-static_assert(BLOCK_M == 128 || BLOCKED && BLOCK_N == 128, "of other tiles of 256 rows registers are too few");
-static_assert(!LATE || SETS == 1, "with two sets the next step starts before a slot has been read");
-static_assert(SCALING > 0 || BLOCK_N == 256);
+static_assert(BLOCKED || BLOCK_N == (SCALING ? 128 : 256), "with 192 columns an epilogue with scales spills");
 constexpr int SCALES = STAGES * OPERAND_BYTES;  // where a ring of scales lies
 constexpr int FULL = SCALES + STAGES * (BLOCKED ? SCALE_BYTES : 0);  // and barriers
 constexpr int EMPTY = FULL + 8 * STAGES, TURN = EMPTY + 8 * STAGES;
@@ -167,8 +161,8 @@ struct OfColumns {
 };
 
 // Applies the scales that the promotion did not apply, and the bias.
-DEVICE void finish(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer, int part) {
-    const int column = tile.column + threadIdx.x % 32, row = tile.row + row_of(consumer, part);
+DEVICE void finish(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer) {
+    const int column = tile.column + threadIdx.x % 32, row = tile.row + row_of(consumer);
     OfColumns x;
     if (!BLOCKED) {
         const float high = row < a.rows ? a.scale_a[row * a.scale_a_row] : 0;
@@ -176,16 +170,10 @@ DEVICE void finish(const Problem& a, const Tile& tile, float (&sums)[SUMS], int 
 #pragma unroll
         for (int c = 0; c < BLOCK_N / 32; c++)
             x.own[c] = column + 32 * c < a.cols ? a.scale_b[(column + 32 * c) * a.scale_b_row] : 0;
-        if (BLOCK_N == 192) {  // rows' scales first, which then take no registers: 16 bytes spill in place of 84
-#pragma unroll
-            for (int i = 0; i < SUMS; i += i % 2 ? 3 : 1) sums[i] *= high, sums[i + 2] *= low;
-            __syncwarp();
-        }
-        const float of_row = BLOCK_N == 192 ? 1.0f : high, of_other = BLOCK_N == 192 ? 1.0f : low;
 #pragma unroll
         for (int i = 0; i < SUMS; i += i % 2 ? 3 : 1) {
             const float scale = x.get(i / 4, i % 2);
-            sums[i] *= of_row * scale, sums[i + 2] *= of_other * scale;
+            sums[i] *= high * scale, sums[i + 2] *= low * scale;
         }
     }
     if (BIAS) {
@@ -220,15 +208,14 @@ DEVICE void store_halves(char* to, u32 (&w)[4], bool inside) {
                      ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
 }
 
-// Stores 64 of a consumer's rows.
-DEVICE void store_tile(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer, int part = 0) {
+DEVICE void store_tile(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer) {
     constexpr int BYTES = OUT32 ? 4 : 2;
     const int first = (OUT32 ? 2 : 8) * (threadIdx.x % 4);  // of the columns that this thread stores
     const int columns = a.cols - tile.column - first;
-    finish(a, tile, sums, consumer, part);
+    finish(a, tile, sums, consumer);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int row = tile.row + row_of(consumer, part) + 8 * half;
+        const int row = tile.row + row_of(consumer) + 8 * half;
         const bool inside = row < a.rows;
         char* const out = a.out + ((u64)row * a.cols + tile.column + first) * BYTES;
 #pragma unroll
@@ -266,13 +253,13 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
     }
 }
 #else
-// Issues the wgmmas of the next K-block, or of a part of its rows. `left` counts the K-blocks of all of this CTA's
-// tiles that have not been issued. At 0 it multiplies the stale contents of the stage, and the result is not used:
-// ptxas serialises wgmmas that are conditional.
-DEVICE void start(float (&d)[SUMS], u32 smem, const Ring& ring, Turn& turn, int& left, int consumer, int part = 0) {
-    if (part == 0 && left-- > 0) bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
+// Issues the wgmmas of the next K-block. `left` counts the K-blocks of all of this CTA's tiles that have not been
+// issued. At 0 it multiplies the stale contents of the stage, and the result is not used: ptxas serialises wgmmas that
+// are conditional.
+DEVICE void start(float (&d)[SUMS], u32 smem, const Ring& ring, Turn& turn, int& left, int consumer) {
+    if (left-- > 0) bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
     turn.wait();
-    multiply<SUMS * 2>(d, smem + ring.slot * OPERAND_BYTES, consumer, false, part);
+    multiply<SUMS * 2>(d, smem + ring.slot * OPERAND_BYTES, consumer, false);
 }
 
 DEVICE void consume(const Problem& a, u32 smem, int consumer) {
@@ -282,40 +269,33 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
     int left = ((tiles - 1 - place) / stride + 1) * steps, steps_left = steps;
     Ring ring;
     Turn turn(smem + TURN, consumer);
-    float sums[PARTS][SUMS], d[SETS][SUMS];
-#pragma unroll
-    for (int part = 0; part < PARTS; part++) clear(sums[part]);
+    float sums[SUMS], d[SETS][SUMS];
+    clear(sums);
     bool passed = false;  // the turn that belongs to the last start
     start(d[0], smem, ring, turn, left, consumer);
 #pragma unroll 1
     while (place < tiles) {
 #pragma unroll
-        for (int i = 0; i < SETS * PARTS; i++) {
-            const int set = i % SETS, part = i % PARTS;
-            const bool there = set == 0 || place < tiles, last = part == PARTS - 1;
+        for (int set = 0; set < SETS; set++) {
+            const bool there = set == 0 || place < tiles;
             const int slot = ring.slot;
             const u32 scales = smem + SCALES + slot * SCALE_BYTES;
-            if (last) ring.next();
+            ring.next();
             if (TURNS) wgmma_wait<1>();
             if (!passed) turn.pass();
             passed = false;
-            const RowScales rows = load_row_scales(scales, row + 64 * part);
+            const RowScales rows = load_row_scales(scales, row);
             wgmma_wait<0>();
             pin(d[set]);
-            if (last && there && SCALING < 3 && !LATE) release(smem, slot);
+            if (there && SCALING < 3) release(smem, slot);
             if (SETS == 2) start(d[1 - set], smem, ring, turn, left, consumer);
-            promote(sums[part], d[set], rows, scales);
-            if (last && there && SCALING == 3 && !LATE) release(smem, slot);  // its columns' scales were read there
-            if (SETS == 1) start(d[0], smem, ring, turn, left, consumer, (part + 1) % PARTS);
-            if (last && there && LATE) release(smem, slot);
-            if (last && there && --steps_left == 0) {
+            promote(sums, d[set], rows, scales);
+            if (there && SCALING == 3) release(smem, slot);  // its columns' scales were read there
+            if (SETS == 1) start(d[0], smem, ring, turn, left, consumer);
+            if (there && --steps_left == 0) {
                 turn.pass(), passed = true;  // the other must not wait for the epilogue
-                const Tile tile = find_tile(a, place);
-#pragma unroll
-                for (int done = 0; done < PARTS; done++) {
-                    store_tile(a, tile, sums[done], consumer, done);
-                    clear(sums[done]);
-                }
+                store_tile(a, find_tile(a, place), sums, consumer);
+                clear(sums);
                 steps_left = steps, place += stride;
             }
         }

@@ -10,7 +10,7 @@ from ..configs import CudaConfig
 from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
-BLOCK_K, THREADS = 128, 384  # of products.cu
+BLOCK_M, BLOCK_K, THREADS = 128, 128, 384  # of products.cu
 NUMBERS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BIAS of products.cu
 
 # Parameters of products.cu and few_rows.cu: two tensor maps, then Problem: out, scales, bias; strides of scales and
@@ -49,18 +49,15 @@ def launch(
         f"OUT32={int(out_dtype == torch.float32)}",
         f"FP16={int(out_dtype == torch.float16)}",
         f"BIAS={0 if bias is None else NUMBERS[bias.dtype]}",
-        f"BLOCK_M={config.block_m}",
         f"BLOCK_N={config.block_n}",
         f"TURNS={int(config.turns)}",
-        f"PASSES={config.passes}",
-        f"LATE={int(config.late)}",
         f"STAGES={config.stages}",
         f"RASTER={config.raster}",
         f"CLUSTER={config.cluster}",
     )
     width, device, shared = config.block_n, a.device, shared_bytes(scaling, config)
-    a_map, b_map = operand_map(a, config.block_m), operand_map(b, width // config.cluster)
-    clusters = -(-rows // (config.block_m * config.cluster)) * -(-cols // width)
+    a_map, b_map = operand_map(a, BLOCK_M), operand_map(b, width // config.cluster)
+    clusters = -(-rows // (BLOCK_M * config.cluster)) * -(-cols // width)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     with torch.cuda.device_of(a):
         (kernel,) = cuda_driver.kernels(device.index, "products.cu", ("fp8_matmul_products",), defines, shared)
@@ -96,5 +93,5 @@ def operand_map(codes: torch.Tensor, rows: int) -> cuda_driver.TensorMap:
 
 def shared_bytes(scaling: int, config: CudaConfig) -> int:
     """Bytes per CTA: the pipeline stages, with both operands and block scales, and the barriers."""
-    rows = config.block_m + config.block_n  # of both operands
+    rows = BLOCK_M + config.block_n  # of both operands
     return config.stages * (rows * BLOCK_K + (4 * rows if scaling >= 2 else 0) + 16) + 16

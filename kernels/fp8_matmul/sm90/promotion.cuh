@@ -1,17 +1,16 @@
 // A copy of parts/sm90/promotion.cuh, made by `nox -s vendor`: change it there.
 // fp8 GEMMs with promotion: the accumulators of each K-block of 128 are added to sums in fp32. Here are the loads of a
 // K-block's scales to shared memory, a consumer's wgmmas of a K-block, and their promotion. Tiles are BLOCK_M x
-// BLOCK_N: PARTS times 64 rows for each consumer warpgroup, one after the other.
+// BLOCK_N, of which each consumer warpgroup computes 64 rows.
 //
 // The tensor cores must have work while a consumer promotes. Either a consumer has two sets of accumulators (SETS 2),
 // so that the next K-block's wgmmas run meanwhile (tiles of 128 columns: 64 + 2 x 64 registers). Or it has one set, and
-// the other consumer's wgmmas run (192 columns: 96 + 96; twice 64 rows of 128 columns: 2 x 64 + 64). With TURNS
-// consumers then alternate by K-blocks: one starts a K-block when the tensor cores have done PASSES of the four wgmmas
-// of the other's last one. Without TURNS nothing keeps two that started at the same time from promoting at the same
-// time. With several PARTS each of them counts as a K-block here.
+// the other consumer's wgmmas run (192 columns: 96 + 96). With TURNS consumers then alternate by K-blocks: one starts a
+// K-block when the tensor cores have done half of the wgmmas of the other's last one. Without TURNS nothing keeps two
+// that started at the same time from promoting at the same time.
 //
 // SCALING 1: no scales here. 2: scales of 1x128 of a and 128x128 of b. 3: scales of 1x128 of both.
-// Defined by the launcher or before: SCALING, BLOCK_M, BLOCK_N, BLOCK_K, CONSUMERS, TURNS, PASSES, and what wgmma8.cuh
+// Defined by the launcher or before: SCALING, BLOCK_M, BLOCK_N, BLOCK_K, CONSUMERS, TURNS, and what wgmma8.cuh
 // requires. Here `step` is a K-block or its pipeline stage, a `square` the tile's columns in one 128x128 block of b.
 #pragma once
 
@@ -20,15 +19,13 @@
 #include "wgmma.cuh"
 #include "wgmma8.cuh"
 
-constexpr int ROWS = BLOCK_M / CONSUMERS, PARTS = ROWS / 64, THREADS = 128 * (CONSUMERS + 1);
-constexpr int SETS = BLOCK_N == 128 && PARTS == 1 ? 2 : 1, SUMS = BLOCK_N / 2;  // of a thread, for 64 rows
+constexpr int ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
+constexpr int SETS = BLOCK_N == 128 ? 2 : 1, SUMS = BLOCK_N / 2;  // of a thread
 constexpr int SQUARE = BLOCK_N % 128 ? 64 : 128, SQUARES = BLOCK_N / SQUARE;  // columns with one scale of SCALING 2
 constexpr int SCALE_B = 4 * BLOCK_M, SCALE_BYTES = SCALE_B + 4 * BLOCK_N;     // of a step; rows come first
 constexpr int A_BYTES = BLOCK_M * BLOCK_K, B_BYTES = BLOCK_N * BLOCK_K, OPERAND_BYTES = A_BYTES + B_BYTES;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static_assert(CONSUMERS == 2, "they take turns, and halve the rows");
-static_assert(BLOCK_M == 128 || BLOCK_M == 256, "a producer thread has the scales of one row or two");
-static_assert(0 < PASSES && PASSES < BLOCK_K / 32, "a turn passes within a step");
 static_assert(OPERAND_BYTES % 1024 == 0, "operands with 128-byte swizzle begin at multiples of 1024");
 
 struct Ring {
@@ -47,24 +44,22 @@ DEVICE int column_place(int column) {
     return (column & ~15) | (column & 6) << 1 | (column & 8) >> 2 | (column & 1);
 }
 
-// Copies of a K-block's scales by 128 producer threads. Each copies those of every 128th row and, with SCALING 3, of
-// every 128th column; with SCALING 2 some copy a square's. `of_a` points to the scales of the tile's first row, `of_b`
-// to those of its first column (SCALING 3) or square. The tile has `rows` rows, and `columns` columns from `column` on.
+// Copies of a K-block's scales by 128 producer threads. Each copies those of a row and, with SCALING 3, of every 128th
+// column; with SCALING 2 some copy a square's. `of_a` points to the scales of the tile's first row, `of_b` to those of
+// its first column (SCALING 3) or square. The tile has `rows` rows, and `columns` columns from `column` on.
 struct ScaleLoads {
     const float *a, *b;
-    u64 next_row;       // from a
     int rows, columns;  // from this thread's on
 
     DEVICE ScaleLoads(const float* of_a, u64 a_row, int rows, const float* of_b, u64 b_row, int column, int columns) {
         const int thread = threadIdx.x, own = SCALING == 3 ? thread : (column % 128 + SQUARE * thread) / 128;
-        a = of_a + thread * a_row, b = of_b + own * b_row, next_row = 128 * a_row;
+        a = of_a + thread * a_row, b = of_b + own * b_row;
         this->rows = rows - thread, this->columns = columns - (SCALING == 3 ? thread : SQUARE * thread);
     }
     // Issues the copies of the next K-block. Each thread arrives on `bar` when its own copies are complete.
     DEVICE void copy(u32 to, u32 bar, u64 a_block, u64 b_block, u64 b_row) {
         const int thread = threadIdx.x;
         copy_scale(to + 4 * thread, a, rows > 0);
-        if (BLOCK_M > 128) copy_scale(to + 4 * (128 + thread), a + next_row, rows > 128);
         if (SCALING == 3) {
             copy_scale(to + SCALE_B + 4 * column_place(thread), b, columns > 0);
             if (BLOCK_N > 128 && thread < BLOCK_N - 128)
@@ -94,22 +89,20 @@ struct Turn {
     }
 };
 
-// The wgmmas of one K-block for 64 of a consumer's rows and the first N columns. With TURNS they are two commit groups.
-template <int N> DEVICE void multiply(float (&d)[N / 2], u32 step, int consumer, bool add, int part = 0) {
-    const u64 a = describe(step + (consumer * ROWS + part * 64) * BLOCK_K), b = describe(step + A_BYTES);
+// The wgmmas of one K-block for a consumer's rows and the first N columns. With TURNS they are two commit groups.
+template <int N> DEVICE void multiply(float (&d)[N / 2], u32 step, int consumer, bool add) {
+    const u64 a = describe(step + consumer * ROWS * BLOCK_K), b = describe(step + A_BYTES);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < BLOCK_K / 32; i++) {
         wgmma(d, a + i * (32 / 16), b + i * (32 / 16), add || i);
-        if (TURNS && i == PASSES - 1) wgmma_commit();
+        if (TURNS && i == BLOCK_K / 64 - 1) wgmma_commit();
     }
     wgmma_commit();
 }
 
 // A thread has columns 8 j + 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 of its warp's 16.
-DEVICE int row_of(int consumer, int part = 0) {
-    return consumer * ROWS + part * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-}
+DEVICE int row_of(int consumer) { return consumer * ROWS + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
 // The scales of a thread's two rows; with SCALING 2 multiplied by b's, for each square.
 struct RowScales {

@@ -44,9 +44,7 @@
 // has exited.
 //
 // Defined by the launcher: WEIGHTS, A_E4M3, B_E4M3, OUT32 (out is fp32; else FP16 or bf16), BLOCK_N, TURNS (ping-pong
-// consumers), PASSES (1 to 3: with TURNS a consumer issues its wgmmas after this many of the four wgmmas of the other's
-// K-block), LATE (a stage is released after the wgmmas of the next K-block are issued), STAGES, RASTER (height of a
-// group in the grouped tile order), CLUSTER (1 or 2).
+// consumers), STAGES, RASTER (height of a group in the grouped tile order), CLUSTER (1 or 2).
 
 #define SCALING (WEIGHTS ? 3 : 2)
 constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
@@ -60,8 +58,6 @@ constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
 
 // The boxes of TMA stores of a gradient: a consumer's 64 rows by 128 bytes.
 constexpr int BOX_COLUMNS = OUT32 ? 32 : 64, BOX_BYTES = ROWS * 128, BOXES = WEIGHTS ? BLOCK_N / BOX_COLUMNS : 0;
-
-static_assert(!LATE || SETS == 1, "with two sets the next step starts before a slot has been read");
 
 // What a stage contains besides operands and scales: which K elements of the K-block belong to the tile's group, and,
 // for the last K-block of a tile, where the tile is stored.
@@ -347,10 +343,9 @@ DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int co
             if (there) {
                 const int4 place = load_ints(about + 16);
                 tile = {0, 0, own, load_ints(about).w, place.x, place.y, place.z, 0};
-                if (!LATE) release(smem, slot);
+                release(smem, slot);
             }
             if (SETS == 1) flags = start(d[0], smem, ring, turn, own, consumer);
-            if (LATE) release(smem, slot);
             if (there && own & LAST) {
                 turn.pass(), passed = true;  // the other must not wait for the epilogue
                 finish_tile(a, out_map, smem, tile, sums, consumer);

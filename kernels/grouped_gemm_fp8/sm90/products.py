@@ -96,8 +96,6 @@ def _start(
         f"FP16={int(out_dtype == torch.float16)}",
         f"BLOCK_N={config.block_n}",
         f"TURNS={int(config.turns)}",
-        f"PASSES={config.passes}",
-        f"LATE={int(config.late)}",
         f"STAGES={config.stages}",
         f"RASTER={config.raster}",
         f"CLUSTER={config.cluster}",
