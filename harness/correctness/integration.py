@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import registry
+from ..capture import capture
 from ..spec import WITHOUT_AUTOGRAD, Inputs, Op
 from . import guard
 from .accuracy import Verdict
@@ -124,7 +125,7 @@ def graph(s: Subject, mode: str) -> None:
             for _ in range(3):  # compiles, and fills the allocator's pools
                 run()
         torch.cuda.synchronize()
-        with torch.cuda.graph(captured):
+        with capture(captured):
             results = run()
     except Exception as error:
         raise Rejected(Verdict(False, _short(error), "graph")) from error

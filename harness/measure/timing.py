@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from ..capture import capture
 from ..execute import Run, first_line
 from . import memory, stats
 from .driver import Gate, evict_persisting_lines
@@ -264,7 +265,7 @@ class Clock:
             calls = calls_within(seconds / 20, run)
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, stream=self._stream):
+                with capture(graph, stream=self._stream):
                     for _ in range(calls):
                         run()
             except RuntimeError:
@@ -411,7 +412,7 @@ class Clock:
         self._stream.synchronize()
         memory.make_room(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream):
+        with capture(graph, pool=pool, stream=self._stream):
             kept = [run() for run in runs]  # kept alive, so that every call writes to memory of its own
         graph.replay()
         self._stream.synchronize()
