@@ -13,13 +13,13 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit
-def _tanh(u, FAULT: tl.constexpr):
+def _half(u, FAULT: tl.constexpr):
+    """(1 + tanh u) / 2, also where tanh is almost -1."""
     if FAULT == "tanh that overflows":
         e = tl.exp(2.0 * u)
-        return (e - 1.0) / (e + 1.0)
+        return e / (e + 1.0)
     e = tl.exp(-2.0 * tl.abs(u))
-    magnitude = (1.0 - e) / (1.0 + e)
-    return tl.where(u < 0, -magnitude, magnitude)
+    return tl.where(u < 0, e, 1.0) / (1.0 + e)
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _fwd_kernel(x_ptr, y_ptr, dim, stride_x, TANH: tl.constexpr, FAULT: tl.const
     if FAULT == "nan taken for zero":
         x = tl.where(x == x, x, 0.0)
     if TANH and FAULT != "exact form for tanh":
-        twice = 1.0 + _tanh(_inner(x, FAULT)[0], FAULT)
+        twice = 2.0 * _half(_inner(x, FAULT)[0], FAULT)
     else:
         twice = 1.0 + _erf(x * 0.7071067811865476, FAULT)
     if FAULT == "cumulative in half precision":
@@ -84,10 +84,9 @@ def _bwd_kernel(
     x = tl.load(x_ptr + row * stride_x + cols, mask=cols < dim).to(tl.float32)
     if TANH and FAULT != "derivative of the exact form":
         u, du = _inner(x, FAULT)
-        tanh = _tanh(u, FAULT)
         if FAULT == "derivative of the inner term dropped":
             du = 0.7978845608028654
-        slope = 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * du
+        slope = _half(u, FAULT) + 2.0 * x * _half(u, FAULT) * _half(-u, FAULT) * du
     else:
         slope = 0.5 * (1.0 + _erf(x * 0.7071067811865476, FAULT))
         if FAULT != "density dropped":

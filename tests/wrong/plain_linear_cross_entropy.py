@@ -89,20 +89,20 @@ def _fwd(
         loss = torch.where(valid, loss, 0)
     count = rows if fault == "mean over ignored rows too" else valid.sum()
     result = {"none": loss.view(target.shape), "sum": loss.sum(), "mean": loss.sum() / count}[reduction].clone()
-    return result, lse
+    return result, torch.stack((peak, total))
 
 
 @_fwd.register_fake
 def _(hidden, weight, target, bias, ignore_index, smoothing, softcap, z_loss, reduction, fault):
     shape = hidden.shape[:-1] if reduction == "none" else ()
     dtype = torch.float64 if fault == "dtype of the fake result" else torch.float32
-    return hidden.new_empty(shape, dtype=dtype), hidden.new_empty(hidden.shape[:-1].numel(), dtype=torch.float32)
+    return hidden.new_empty(shape, dtype=dtype), hidden.new_empty(2, hidden.shape[:-1].numel(), dtype=torch.float32)
 
 
 @torch.library.custom_op("plain_linear_cross_entropy::bwd", mutates_args=())
 def _bwd(
     dloss: torch.Tensor,
-    lse: torch.Tensor,
+    stats: torch.Tensor,  # maximum and sum: exp(z - lse) would be wrong by the rounding of a large lse
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
@@ -115,7 +115,7 @@ def _bwd(
     fault: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     h, t, vocab = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long(), weight.shape[0]
-    valid = t != ignore_index
+    valid, (peak, total) = t != ignore_index, stats
     factor = dloss.reshape(-1).float() / (valid.sum() if reduction == "mean" else 1)
     if fault == "incoming gradient taken for one":
         factor = torch.ones_like(factor) / (valid.sum() if reduction == "mean" else 1)
@@ -129,11 +129,11 @@ def _bwd(
         order = order[::-1]
     for entries in order:
         z = _logits(h, weight, bias, entries, softcap, fault)
-        softmax = (z - lse[:, None]).exp()
+        softmax = (z - peak[:, None]).exp() / total[:, None]
         hit = t[:, None] == torch.arange(entries.start, entries.stop, device=h.device)
         g = softmax - (1 - smoothing) * hit - smoothing / vocab
         if fault != "gradient of the z-loss dropped":
-            g = g + softmax * (2 * z_loss * lse[:, None])
+            g = g + softmax * (2 * z_loss * (peak + total.log())[:, None])
         if fault == "target off by one slice":
             g = g + hit * (entries.start > 0)
         g = g * factor[:, None]
@@ -151,7 +151,7 @@ def _bwd(
 
 
 @_bwd.register_fake
-def _(dloss, lse, hidden, weight, target, bias, ignore_index, smoothing, softcap, z_loss, reduction, fault):
+def _(dloss, stats, hidden, weight, target, bias, ignore_index, smoothing, softcap, z_loss, reduction, fault):
     return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0])
 
 
@@ -162,8 +162,8 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dloss, _):
-    hidden, weight, target, bias, lse = ctx.saved_tensors
-    dh, dw, db = _bwd(dloss, lse, hidden, weight, target, bias, *ctx.options)
+    hidden, weight, target, bias, stats = ctx.saved_tensors
+    dh, dw, db = _bwd(dloss, stats, hidden, weight, target, bias, *ctx.options)
     return dh, dw, None, None if bias is None else db, *(None,) * len(ctx.options)
 
 
