@@ -55,7 +55,7 @@ def fp8(
     transpose    also return data_t and scale_t, bit-identical to fp8 of x as [R, D] transposed, contiguous. So data_t
                  is [D, R], and its 1x128 blocks are 128 rows of x by one column. In the same pass over x, except that
                  "row" and "column" need both sets of maxima and hence two passes.
-    scale        use this scale and compute none: one read of x for every granularity (delayed scaling). Of the shape
+    scale        use this scale and compute none: one read of x for every granularity (delayed scaling). Has the shape
                  above, on x's device, fp32 or float8_e8m0fnu; returned unchanged. Its values must be positive, which is
                  not checked. With transpose, only for "tensor" and "128x128".
     mn_major_scales  for "1x128": scales are stored column by column, each column 16-byte aligned, as DeepGEMM and

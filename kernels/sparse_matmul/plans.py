@@ -84,8 +84,8 @@ def bwd_plan(
     needs: Needs,
     backend: str,
 ) -> Backward:
-    """Returns a function of (dy, x, values, metadata, z), for all tensors with these signatures. It returns the gradients
-    of x, values and bias, contiguous: None where `needs` is False or there is no bias. z is None without an
+    """Returns a function of (dy, x, values, metadata, z), for all tensors with these signatures. It returns the
+    gradients of x, values and bias, contiguous: None where `needs` is False or there is no bias. z is None without an
     activation."""
     device, dtype, (cols, half), depth = x.device, x.dtype, values.shape, x.shape[-1]
     rows = _count(x)

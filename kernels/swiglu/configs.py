@@ -68,7 +68,7 @@ def pick_config(
 ) -> Config:
     """Configuration of both Triton kernels, on rows x cols as `coalesce` in layout.py returns them. Pure.
 
-    A tile has 2048 elements of a single row, or 4096 of aligned rows with up to 1024 columns. Of unaligned rows it has
+    A tile has 2048 elements of a single row, or 4096 of aligned rows with up to 1024 columns. For unaligned rows it has
     2048 with up to 512 columns: these are accessed element by element, so that masked lanes cost more. Transposed
     tensors have a square tile, because Triton converts its layout through shared memory. Aligned tensors of more than
     EVICT_LAST_BYTES are loaded with evict_last: L2 then evicts lines of the output first, so that these are written

@@ -162,7 +162,7 @@ __device__ Vector shifted(const Vector& first, const Vector& second, u32 skip) {
 #pragma unroll
     for (int i = 0; i < 5; ++i) by_one[i] = skip & 4 ? by_two[i + 1] : by_two[i];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out.words[i] = __funnelshift_r(by_one[i], by_one[i + 1], skip * 8);  // the shift is taken modulo 32
+    for (int i = 0; i < 4; ++i) out.words[i] = __funnelshift_r(by_one[i], by_one[i + 1], skip * 8);  // shifts modulo 32
     return out;
 }
 __device__ Vector shifted(const Pair& pair) { return shifted(pair.first, pair.second, pair.skip); }
