@@ -174,6 +174,8 @@ def _check_dequantize(data, scale, dtype, granularity) -> None:
 def fp8_scale(amax: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scale_format: str = "fp32") -> torch.Tensor:
     """The scale that `fp8` computes for groups with these largest magnitudes, for delayed scaling from an amax history.
 
+        scale = max(amax · (1 / largest), 2^-126)      1 where amax is 0; a power of two, rounded up, unless "fp32"
+
     amax          any shape, fp32, not negative
     dtype, scale_format   as for `fp8`
 

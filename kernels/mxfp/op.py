@@ -48,9 +48,9 @@ def mxfp(
     tensor_scale  fp32 (), for nvfp4: use this scale and compute none, so that x is read once. Where it is below 2^-117
                   or not finite, which is detected only on the GPU, every scale is NaN and every element zero.
     backend       "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0: bf16, rounded to nearest, dim
-                  not the contiguous dimension, which has an even size, even strides and begins on 16 bytes; nvfp4 with
-                  an even number of blocks), or "auto", the faster of those that can run (`configs.pick_backend`). The
-                  bits are the same.
+                  not the contiguous dimension; that one has an even size, other strides are even, and x is 16-byte
+                  aligned; nvfp4 with an even number of blocks), or "auto", the faster of those that can run
+                  (`configs.pick_backend`). The bits are the same.
 
     Returns data and scales as uint8 and, for nvfp4, tensor_scale. With B = ceil(D / 32) blocks, or ceil(D / 16):
     data          [..., 32 · B] for 8 bits, [..., 24 · B] for 6, [..., 16 · B] for 4, [..., 8 · B] for nvfp4. The last

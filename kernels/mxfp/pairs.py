@@ -4,7 +4,7 @@ A thread holds sixteen adjacent elements in eight registers from the load to the
 block of the others, so that one or two threads compute a block's scale. `kernel.py` rounds in fp32, one element at a
 time. Here the rounding depends on the format:
 
-MXFP8   F2FP rounds products in fp32 to e4m3 and e5m2, two per instruction, with their signs, saturating.
+MXFP8   F2FP rounds fp32 products to e4m3 and e5m2, two per instruction, with their signs, saturating.
 MXFP6   The 8-bit formats have the mantissas of the 6-bit formats, and subnormals as well. The multiplication corrects
         for their exponent bias; then F2FP's code is the 6-bit code, except 32, which saturates to 31.
 FP4     e2m1's code of y >= 0 is the integer nearest to min(2 y, y + 2, y / 2 + 4, 7). Each linear function is one fused

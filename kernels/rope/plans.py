@@ -83,7 +83,7 @@ def _launch(
     k_strides = None if k is None else _bshd(k, layout, k.stride())
     q_out_strides = q_strides if q_new is None else _bshd(q, layout, q_new[1])
     k_out_strides = k_strides if k is None or k_new is None else _bshd(k, layout, k_new[1])
-    # Triton specialises only for multiples of 16. Strides with a head dimension of 40, 72 or 80 need not be such.
+    # Triton specialises only for multiples of 16. Strides with a head dimension of 40 or 72 need not be such.
     strides = (q_strides, q_out_strides, k_strides or (), k_out_strides or (), table.stride())
     align = math.gcd(8, *(n for each in strides for n in each[:-1]))
     rest = 0 if inplace else dim - 2 * half  # in place, columns that are not rotated need no copy

@@ -47,8 +47,8 @@ def prune(w: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tens
         mask[..., 4 c + p] = w[..., 4 c + p] is one of the two largest magnitudes of its chunk c
         pruned = where(mask, w, 0)
 
-    Of equal magnitudes the one with the lower index is kept; NaN counts as the largest. Differentiable in w. Without a
-    mask it is one pass of a kernel where that can run, otherwise plain PyTorch with the same bits.
+    Among equal magnitudes the one with the lower index is kept; NaN counts as the largest. Differentiable in w. Without
+    a mask it is one pass of a kernel where that can run, otherwise plain PyTorch with the same bits.
 
     w     [..., K] floating-point, K a multiple of 4. For fp8, which has no gradient, magnitudes are those of the codes.
     mask  boolean, of w's shape, at most two of each chunk True; None: by magnitudes
