@@ -1,4 +1,4 @@
-"""Quantisation to 8-bit floating point by tensor, row, column or block, and the way back."""
+"""Quantisation to 8-bit floating point per tensor, row, column or block, and dequantisation."""
 
 from .op import fp8, fp8_dequantize, fp8_scale
 

@@ -18,28 +18,28 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def _case(rows: int, dim: int, dtype: torch.dtype, granularity: str, bench: bool = False, **params) -> Case:
-    """The name says all that is not the default: 16384x8192-bf16-1x128-pow2-transpose."""
+    """The name contains every option that is not the default: 16384x8192-bf16-1x128-pow2-transpose."""
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     words = [f"{rows}x{dim}", short, granularity, *(v if isinstance(v, str) else k for k, v in params.items())]
     return Case("-".join(words), {"rows": rows, "dim": dim}, dtype, {"granularity": granularity, **params}, bench)
 
 
 CASES = (
-    # Activations by row and by 1x128; the latter with what a weight gradient needs; a weight in blocks (Llama-2 70B).
+    # Activations per row and in 1x128, with the transposed copy for a weight gradient; a Llama-2 70B weight in blocks.
     _case(65536, 4096, BF16, "row", bench=True),
     _case(65536, 4096, BF16, "1x128", bench=True),
     _case(16384, 8192, BF16, "1x128", bench=True, scale_format="pow2", transpose=True),
     _case(28672, 8192, BF16, "128x128", bench=True, transpose=True),
-    # What takes two reads, and the one read of delayed scaling.
+    # Granularities with two reads of x, and delayed scaling with one.
     _case(65536, 4096, BF16, "tensor", bench=True),
     _case(65536, 4096, BF16, "tensor", bench=True, format="e5m2", scale=True, return_amax=True),
     _case(16384, 11008, BF16, "column", bench=True),
-    # TransformerNP's rows, of which those of 1365 lie on no boundary; a problem that lives in L2; a wide one.
+    # TransformerNP's rows, which are unaligned with 1365 columns; a problem that fits in L2; wide rows.
     _case(205000, 512, BF16, "row", bench=True),
     _case(205000, 1365, BF16, "row", bench=True),
     _case(2048, 4096, BF16, "row", bench=True),
     _case(8192, 28672, BF16, "row", bench=True),
-    # Boundary cases: nothing, one element, primes, one off a block, ragged blocks, rows in chunks, every option.
+    # Boundary cases: empty, one element, primes, one off a block, partial blocks, rows in chunks, every option.
     _case(31, 127, FP32, "row"),
     _case(0, 64, FP32, "row"),
     _case(1, 1, FP32, "row"),
@@ -61,7 +61,7 @@ CASES = (
     _case(129, 257, FP32, "128x128"),
     _case(131, 129, FP16, "128x128", transpose=True, scale_format="pow2"),
     _case(31, 257, FP32, "128x128", scale=True, transpose=True),
-    # Both stored in another layout than computed in (`formats.encode` says what may happen).
+    # data and data_t are stored in a layout other than the one computed in (see `formats.encode`).
     _case(31, 1024, FP32, "128x128", transpose=True),
     _case(31, 1024, FP32, "tensor", transpose=True),
     _case(257, 1023, BF16, "row"),
@@ -95,10 +95,10 @@ def cost(case: Case, mode: str) -> Cost:
     if copies == 2 and granularity != "tensor" and not case.params.get("scale"):
         scales += math.prod(scale_shape((dim, rows), granularity))
     size = 1 if case.params.get("scale_format") == "e8m0" else 4
-    # A scale is written, or read if it is given. Of a tensor the largest must be known first: a second read that is
-    # not counted here, so that the share of the roofline shows it.
+    # A scale is written, or read if it is given. Finding the maximum of a tensor needs another read of x, which is not
+    # counted here, so that the fraction of the roofline shows it.
     nbytes = rows * dim * (case.dtype.itemsize + copies) + scales * size + 4 * case.params.get("return_amax", False)
-    # A comparison for the maximum and a product. Where data_t has other scales, twice.
+    # One comparison and one multiplication per element; twice where data_t has its own scales.
     return Cost(flops=2 * rows * dim * (copies if granularity in ("row", "column", "1x128") else 1), bytes=nbytes)
 
 
@@ -125,7 +125,7 @@ def _copy_cost(case: Case, mode: str) -> Cost:
     return Cost(flops=0, bytes=2 * case.dims["rows"] * case.dims["dim"] * case.dtype.itemsize)
 
 
-# What the literature holds a quantisation against: a plain copy of its input.
+# The literature compares quantisation with a copy of its input.
 COPY = Yardstick("copy", load=lambda: lambda x, **_: x.clone(), cost=_copy_cost)
 
 
@@ -135,7 +135,7 @@ def _block(rows: int, dim: int, granularity: str) -> tuple[int, int]:
 
 
 def _torch():
-    """As one writes it in PyTorch: the largest magnitude of each block, a quotient, a cast."""
+    """As written in PyTorch: the largest magnitude of each block, a division, a cast."""
 
     def scaled(x, dtype, granularity, scale_format, scale):
         (rows, dim), largest = x.shape, torch.finfo(dtype).max
@@ -184,9 +184,9 @@ SPEC = KernelSpec(
     unit="rows",
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 140), "dim": (1, 300)},
-    # The scales, and those of the transposed copy: a column starts on a boundary of 16 bytes.
+    # The scales, and those of the transposed copy: each column is 16-byte aligned.
     own_strides=lambda case: (1, 3) if case.params.get("mn_major_scales") else (),
-    # The second: one small fp16 case, under Triton 3.7; no bench case.
+    # _fp8_transposed_kernel spills in one small fp16 case under Triton 3.7, not in a benchmarked case.
     spills={"_fp8_tile_kernel": 24, "_fp8_transposed_kernel": 16},
     tunables=(Tunable(configs, "pick_config", "fwd", _candidates),),
     suite_cases=SUITE_CASES,

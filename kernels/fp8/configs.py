@@ -7,18 +7,18 @@ from dataclasses import dataclass
 import torch
 import triton
 
-BLOCK = 128  # the side of a block that has a scale of its own
+BLOCK = 128  # side of a block with its own scale
 MAX_ROW = 32768  # elements of the widest row that stays in the registers of a CTA
 VECTOR = 16  # elements of a vector store of data
-ODD_ROW = 1024  # with unaligned rows, a row has a CTA of its own if its tile has this many elements or more
-FLAT = 4096  # elements of a tile where rows do not matter
-EVICT_LAST_BYTES = 100e6  # x is loaded with evict_last from here on: twice the L2 of an H100 or H200
+ODD_ROW = 1024  # unaligned rows have one CTA each if a tile has at least this many elements
+FLAT = 4096  # elements of a tile where the result does not depend on rows
+EVICT_LAST_BYTES = 100e6  # a larger x is loaded with evict_last; twice the L2 of an H100 or H200
 
 
 @dataclass(frozen=True)
 class Config:
-    """A CTA for each tile of block_m by block_n elements. By rows, a tile is block_m entire rows, or one row in chunks
-    of block_n if block_n < dim. `eviction`: L2 policy of the loads of x."""
+    """One CTA per tile of block_m by block_n elements. With granularity "row" a tile is block_m entire rows, or one row
+    in chunks of block_n if block_n < dim. `eviction` is the L2 policy of the loads of x."""
 
     block_m: int
     block_n: int
@@ -28,7 +28,7 @@ class Config:
 
 @dataclass(frozen=True)
 class DequantizeConfig:
-    """A CTA for each tile."""
+    """One CTA per tile."""
 
     block_m: int
     block_n: int
@@ -48,11 +48,11 @@ def pick_config(
 
     source  of the scales: "tile", computed by the CTA that uses them; "amax", by an earlier pass; "given" by the caller
 
-    - By rows: entire rows, 16 elements a thread (`_row_config`).
-    - Blocks of 128 and transposed copies: tiles of 128 by 128 or, if partial and without blocks, 64 by 128; with
-      partial tiles twice the warps or more, because predicates need registers.
-    - Columns: 128 by 64 with 4 warps. 1x128: 32 by 128. A whole tensor: 4096 elements.
-    - eviction: evict_last from 100 MB on.
+    - "row": entire rows, 16 elements per thread (`_row_config`).
+    - Blocks of 128 and transposed copies: tiles of 128 by 128 or, if partial and without blocks, 64 by 128. With
+      partial tiles at least twice the warps, because predicates need registers.
+    - "column": 128 by 64 with 4 warps. "1x128": 32 by 128. "tensor": 4096 elements.
+    - eviction: evict_last above 100 MB.
 
     Record: `reports/h200` (bench and tune of fp8); the comparisons are in EXPERIMENTS.md.
     """
@@ -76,8 +76,8 @@ def pick_config(
 
 
 def _row_config(dim: int, eviction: str) -> Config:
-    """16 elements a thread; 32 where a row would need more than 1024 threads. Rows whose width is not a multiple of
-    VECTOR are unaligned: a CTA a row, unless the row is too short for a CTA."""
+    """16 elements per thread; 32 where a row would need more than 1024 threads. Rows whose width is not a multiple of
+    VECTOR are unaligned and have one CTA each, unless the row is too short for a CTA."""
     block_n = max(32, triton.next_power_of_2(dim))
     if block_n > MAX_ROW:
         return Config(1, 16384, 32, "evict_last")
@@ -90,7 +90,7 @@ def _row_config(dim: int, eviction: str) -> Config:
 def pick_dequantize_config(
     granularity: str, rows: int, dim: int, dtype: torch.dtype, capability: tuple[int, int]
 ) -> DequantizeConfig:
-    """The configuration of dequantize: a tile of 4096 elements, 128 columns wide where scales are of blocks of 128,
-    otherwise up to 1024. Pure. `dtype` is that of the result. Not tuned: no case of dequantize is benched."""
+    """The configuration of dequantisation: tiles of 4096 elements, with 128 columns for blocks of 128, otherwise up to
+    1024. Pure. `dtype` is that of the result. Not tuned: no case of dequantize is benched."""
     block_n = BLOCK if "128" in granularity else max(BLOCK, min(triton.next_power_of_2(dim), 1024))
     return DequantizeConfig(max(1, FLAT // block_n), block_n, 8)

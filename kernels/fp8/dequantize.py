@@ -1,5 +1,4 @@
-"""data · scale, the inverse of `fp8`. Napkin maths, to bf16, 65536 x 4096: 1 byte an element read, 2 written, 189
-us."""
+"""data · scale, the inverse of `fp8`. Estimate, to bf16, 65536 x 4096: 1 byte per element read, 2 written, 189 us."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One scale a row: a row stays in registers between its maximum and its output, so x is read once.
+"""One scale per row: a row remains in registers between the reduction and the store, so x is read once.
 
-Napkin maths, bf16, R rows of D, one NVIDIA H200 that copies 4254 GB/s: 2 bytes an element read, 1 written.
-65536 x 4096: 805 MB, 189 us. An element costs about five instructions (unpack, 0·x + x, max, product, half a
-conversion), and four bytes an element would leave time for twenty.
+Estimate, bf16, R rows of D, one NVIDIA H200 that copies 4254 GB/s: 2 bytes per element read, 1 written.
+65536 x 4096: 805 MB, 189 us. An element needs about five instructions (unpack, 0·x + x, max, multiplication, half a
+conversion), and four bytes per element would leave time for twenty.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _fp8_row_kernel(
 ):
     cols = tl.arange(0, BLOCK_N)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Without a mask the loads and stores need no predicate, and fewer registers.
+    # Without a mask the loads and stores need no predicates and fewer registers.
     mask = None if EVEN else (row < rows)[:, None] & (cols < dim)[None, :]
     other = None if EVEN else 0.0
     x = tl.load(x_ptr + row[:, None] * stride_xm + cols[None, :], mask=mask, other=other, eviction_policy=EVICTION)
@@ -54,8 +54,8 @@ def _fp8_odd_row_kernel(
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """A CTA a row, where rows are contiguous but do not begin on boundaries of 16 elements. Vector accesses, to x and
-    to data, between the row's first and last boundary; up to 15 elements before and after are single accesses."""
+    """One CTA per row, for contiguous rows that are not aligned to 16 elements. Between the row's first and last
+    boundary x and data are accessed as vectors; up to 15 elements before and after are accessed one by one."""
     begin = tl.program_id(0).to(tl.int64) * dim
     end = begin + dim
     first, last = (begin + 15) // 16 * 16, end // 16 * 16
@@ -90,7 +90,7 @@ def _fp8_wide_row_kernel(
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """A row too wide for registers, read in chunks, twice, the second time from L2."""
+    """For rows too wide for registers: a row is read in chunks, twice, the second time from L2."""
     tl.static_assert(BLOCK_M == 1)
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros([BLOCK_N], dtype=tl.float32)

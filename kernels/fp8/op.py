@@ -1,4 +1,4 @@
-"""The public functions: checks, the lean eager call, registration with torch.library."""
+"""The public functions: argument checks, the fast eager path, registration with torch.library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .results import GRANULARITIES, allocate, result_names, scale_shape
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 SCALE_FORMATS = ("fp32", "pow2", "e8m0")
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
-SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: it has an inverse, and no GPU flushes it to zero
+SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 value: it has an inverse, and no GPU flushes it to zero
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
@@ -30,48 +30,49 @@ def fp8(
     mn_major_scales: bool = False,
     return_amax: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Quantises to 8-bit floating point: x ≈ data · scale (`fp8_dequantize`), with a scale for each group of elements.
+    """Quantises to 8-bit floating point, x ≈ data · scale (`fp8_dequantize`), with one scale per group of elements.
 
         amax  = max |x| over the finite elements of the group
         scale = max(amax · (1 / largest), 2^-126)      largest = 448 for e4m3, 57344 for e5m2;  1 where amax is 0
         data  = x · (1 / scale), rounded to nearest, ties to even
 
-    1 / largest and 1 / scale are rounded to fp32, and all arithmetic is fp32: results are defined to the bit. The
-    scale is what the data are multiplied by, which is the convention of DeepGEMM and of torch._scaled_mm. It is never
-    0 nor inf: a group of zeros has scale 1, a group of subnormal numbers 2^-126. A number that is not finite does not
-    count in its group's scale and becomes NaN, an infinity too: e4m3 has none, GEMMs would make NaN of it anyway,
-    and an overflow must not pass for the largest number. Finite numbers never become NaN: with a scale that is given
-    they saturate. The formats are those of Micikevicius et al. 2022 (arXiv:2209.05433), the blocks those of DeepSeek-V3
-    (arXiv:2412.19437, section 3.3.2), power-of-two scales those of the OCP Microscaling specification, rounded up.
+    1 / largest and 1 / scale are rounded to fp32, and all arithmetic is fp32: every bit of the results is defined. The
+    data are multiplied by the scale, which is the convention of DeepGEMM and of torch._scaled_mm. The scale is never 0
+    nor inf: a group of zeros has scale 1, a group of subnormal values 2^-126. NaN and infinities do not count in their
+    group's scale and become NaN: e4m3 has no infinity, GEMMs would turn infinities into NaN anyway, and an overflow
+    must not look like the largest finite value. Finite elements never become NaN: with a given scale they saturate.
 
-    x            [..., D] fp32, fp16 or bf16, any strides: R rows of D. Rows are read in place when the leading
+    x            [..., D] fp32, fp16 or bf16, any strides: R rows of D. Rows are read without a copy when the leading
                  dimensions flatten to one stride and the last stride is 1; otherwise they are copied first.
     dtype        of the data: torch.float8_e4m3fn or torch.float8_e5m2
-    granularity  what shares a scale, and the scale's shape:
+    granularity  the group of a scale, and the scale's shape:
                  "tensor"  (), "row"  [..., 1], "column"  [1, ..., 1, D]
                  "1x128"    128 elements of a row             [..., ceil(D / 128)]
                  "128x128"  128 rows (of R) by 128 columns    [ceil(R / 128), ceil(D / 128)]
                  The last block of a row or column may be smaller.
-    scale_format "fp32"; "pow2": fp32 again, the smallest power of two that lets nothing overflow; "e8m0": the same
-                 numbers as torch.float8_e8m0fnu
-    transpose    also return data_t and scale_t: to the bit what fp8 returns for x as [R, D] transposed, contiguous.
-                 So data_t is [D, R], and its 1x128 blocks are 128 rows of x by one column. In the same pass over x,
-                 except that "row" and "column", which then need both sets of maxima, take two.
-    scale        use this scale, and compute none: one read of x for every granularity (delayed scaling). Of the shape
-                 above, on x's device, fp32 or float8_e8m0fnu, and returned as it is. Its values must be positive; that
-                 is not checked. With transpose, only for "tensor" and "128x128".
-    mn_major_scales  for "1x128": scales laid out column by column, each column on a boundary of 16 bytes, which is how
-                 DeepGEMM and torch._scaled_mm read them through TMA. Shape and values stay.
-    return_amax  for "tensor": also return max |x| over the finite elements, fp32 (), for a history of them
+    scale_format "fp32"; "pow2": also fp32, the smallest power of two without overflow; "e8m0": the same values as
+                 torch.float8_e8m0fnu
+    transpose    also return data_t and scale_t, bit-identical to fp8 of x as [R, D] transposed, contiguous. So data_t
+                 is [D, R], and its 1x128 blocks are 128 rows of x by one column. In the same pass over x, except that
+                 "row" and "column" need both sets of maxima and hence two passes.
+    scale        use this scale and compute none: one read of x for every granularity (delayed scaling). Has the shape
+                 above, on x's device, fp32 or float8_e8m0fnu; returned unchanged. Its values must be positive, which is
+                 not checked. With transpose, only for "tensor" and "128x128".
+    mn_major_scales  for "1x128": scales are stored column by column, each column 16-byte aligned, as DeepGEMM and
+                 torch._scaled_mm read them through TMA. Shape and values are unchanged.
+    return_amax  for "tensor": also return max |x| over the finite elements, fp32 (), for an amax history
 
     Returns data (x's shape) and scale; with transpose data_t and scale_t; with return_amax the maximum as the last.
-    Nothing is differentiable: a straight-through estimator, if any, belongs to the layer.
+    Not differentiable: a straight-through estimator, if any, belongs to the layer.
 
     "row" and blocks read x once, "tensor" and "column" twice unless the scale is given. Rows of more than 32768
     elements are read a second time from L2. Deterministic.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter.
+
+    Sources: the formats are those of Micikevicius et al. 2022 (arXiv:2209.05433), the blocks those of DeepSeek-V3
+    (arXiv:2412.19437, section 3.3.2), power-of-two scales those of the OCP Microscaling specification, rounded up.
     """
     options = (granularity, scale_format, transpose, mn_major_scales, return_amax)
     if lean(x, scale) and dtype in LARGEST and (scale is None or scale.dtype in SCALE_DTYPES):
@@ -88,7 +89,7 @@ def fp8(
 
 
 def _results(made, scale, dtype, granularity, scale_format, transpose, return_amax) -> tuple[torch.Tensor, ...]:
-    """What `fp8` returns, from the results of a plan: the tensors of `result_names`, 8-bit numbers as uint8."""
+    """Converts the results of a plan (the tensors of `result_names`, fp8 as uint8) to what `fp8` returns."""
     rest = iter(made)
     data = next(rest).view(dtype)
     if scale is None:
@@ -98,7 +99,7 @@ def _results(made, scale, dtype, granularity, scale_format, transpose, return_am
         has_scale_t = False
     result = [data, scale]
     if transpose:
-        # A tensor has the same scale either way, and a block of 128x128 too.
+        # The scale of a tensor or of a 128x128 block is the same for the transpose.
         data_t = next(rest).view(dtype)
         result += [data_t, _scale_of_bits(next(rest), scale_format) if has_scale_t else scale.t()]
     if return_amax:
@@ -111,7 +112,7 @@ def _scale_of_bits(bits: torch.Tensor, scale_format: str) -> torch.Tensor:
 
 
 def _quantize_plan(x, bits, dtype, granularity, scale_format, transpose, mn_major, return_amax):
-    """The plan for these arguments, kept if they are plain tensors. The dtype of a scale has been checked."""
+    """The cached plan for these arguments. For plain tensors only; the dtype of a scale has been checked."""
     options = (granularity, scale_format, transpose, mn_major, return_amax)
     key = (signature(x), signature(bits), dtype, *options)
     plan = _QUANTIZE.find(key)
@@ -127,13 +128,16 @@ def _quantize_plan(x, bits, dtype, granularity, scale_format, transpose, mn_majo
 def fp8_dequantize(
     data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32, granularity: str = "row"
 ) -> torch.Tensor:
-    """data · scale in fp32, rounded to dtype: the inverse of `fp8`, for data or data_t.
+    """Dequantises the data or data_t of `fp8`.
+
+        y = data · scale, in fp32, rounded to dtype
 
     data         [..., D] float8_e4m3fn or float8_e5m2, any strides
-    scale        of the shape that `fp8` gives for this granularity; fp32 or float8_e8m0fnu
-    dtype        of the result: fp32 (the product is exact but for fp32's own rounding), fp16 (which may overflow), bf16
+    scale        of the shape that `fp8` returns for this granularity; fp32 or float8_e8m0fnu
+    dtype        of the result: fp32 (exact up to fp32's rounding of the product), fp16 (which may overflow), bf16
+    granularity  that of `fp8`
 
-    Returns a tensor of data's shape, contiguous; NaN where data are NaN. Nothing is differentiable. Raises as `fp8`.
+    Returns a tensor of data's shape, contiguous; NaN where data are NaN. Not differentiable. Raises as `fp8`.
     """
     if lean(data, scale) and scale is not None and data.dtype in LARGEST and scale.dtype in SCALE_DTYPES:
         plan = _dequantize_plan(data, scale, dtype, granularity)
@@ -144,7 +148,7 @@ def fp8_dequantize(
 
 
 def _dequantize_plan(data, scale, dtype, granularity):
-    """The plan for these arguments, kept if they are plain tensors."""
+    """The cached plan for these arguments. For plain tensors only (see `lean`)."""
     key = (signature(data), signature(scale), dtype, granularity)
     plan = _DEQUANTIZE.find(key)
     if plan is None:
@@ -168,9 +172,15 @@ def _check_dequantize(data, scale, dtype, granularity) -> None:
 
 
 def fp8_scale(amax: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scale_format: str = "fp32") -> torch.Tensor:
-    """The scale that `fp8` would give a group of that largest magnitude: for delayed scaling, from a history of amax.
+    """The scale that `fp8` computes for groups with these largest magnitudes, for delayed scaling from an amax history.
 
-    amax is fp32 of any shape, not negative; the result has its shape. Plain PyTorch.
+        scale = max(amax · (1 / largest), 2^-126)      1 where amax is 0; a power of two, rounded up, unless "fp32"
+
+    amax          any shape, fp32, not negative
+    dtype, scale_format   as for `fp8`
+
+    Returns the scales in amax's shape, fp32 or, with "e8m0", float8_e8m0fnu. Plain PyTorch. Raises TypeError for a
+    wrong dtype, ValueError for another scale_format.
     """
     if not isinstance(amax, torch.Tensor) or amax.dtype != torch.float32:
         raise TypeError(f"fp8_scale: amax must be a tensor of float32, got {kind(amax)}")
@@ -180,7 +190,7 @@ def fp8_scale(amax: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scal
     if scale_format == "fp32":
         scale = (amax * (1 / LARGEST[dtype])).clamp(min=SMALLEST_SCALE)
     else:
-        # largest = 1.75 · 2^8 or 1.75 · 2^15: up to the next power of two from a mantissa over 1.75 on.
+        # largest = 1.75 · 2^8 or 1.75 · 2^15: a mantissa above 1.75 rounds up to the next power of two.
         bits = (amax.view(torch.int32) + 0x1FFFFF) & 0x7F800000
         scale = (bits - ((8 if dtype == torch.float8_e4m3fn else 15) << 23)).clamp(min=1 << 23).view(torch.float32)
     scale = torch.where(amax > 0, scale, 1.0)
@@ -240,7 +250,7 @@ def _one_of(function: str, name: str, value: str, known: tuple[str, ...]) -> Non
 
 
 def _bits(scale: torch.Tensor) -> torch.Tensor:
-    """As the kernels read it: Triton has no type for UE8M0."""
+    """The scale as the kernels read it, UE8M0 as uint8, because Triton has no type for it."""
     return scale.detach().view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale.detach()
 
 

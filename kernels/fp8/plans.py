@@ -1,4 +1,4 @@
-"""Launch plans of fp8: everything about a call that does not change with the tensors' contents and addresses."""
+"""Launch plans of fp8: everything in a call that does not depend on the tensors' values and addresses."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def quantize_plan(
     mn_major: bool,
     return_amax: bool,
 ) -> Quantize:
-    """Returns a function from (x, scale) like these, scale None unless given, to the tensors of `result_names`; 8-bit
-    numbers as uint8, also given scales in UE8M0. Inputs as op.py has checked them."""
+    """Returns a function of (x, scale) that returns the tensors of `result_names`, for all tensors with these
+    signatures. fp8 and UE8M0 are uint8, also a given scale; scale is None unless given. `op` has checked the inputs."""
     names = result_names(granularity, transpose, scale is not None, return_amax)
     device = x.device
     shape_of_x = torch.empty(x.shape, dtype=x.dtype, device="meta")
@@ -66,13 +66,13 @@ def quantize_plan(
 
 
 def _buffer(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, int]:
-    """Size, stride and dtype of a tensor, and the elements of its storage if these are more than its own, else 0."""
+    """Size, stride and dtype of a tensor, and the number of elements of its storage if larger than its own, else 0."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.shape, tensor.stride(), tensor.dtype, elements if elements != tensor.numel() else 0
 
 
 def _empty_write(scale_format: str) -> Write:
-    """For an x without elements: scales are 1, amax is 0."""
+    """The function for an x without elements: scales are 1, amax is 0."""
 
     def write(x: torch.Tensor, scale: torch.Tensor | None, out: dict[str, torch.Tensor]) -> None:
         for name in ("scale", "scale_t"):
@@ -113,8 +113,8 @@ def _tiles_write(
     granularity: str,
     transpose: bool,
 ) -> Write:
-    """All but granularity "row" alone: one launch, and before it one for the maxima where scales are shared by tiles.
-    x [rows, dim]; `made` has the shapes and strides of the results."""
+    """All cases except granularity "row" without transpose or given scale: one launch, preceded by one for the maxima
+    where tiles share scales. x [rows, dim]; `made` has the shapes and strides of the results."""
     rows, dim = x.shape
     device = x.device
     source = "given" if scale is not None else "tile" if "128" in granularity else "amax"
@@ -181,7 +181,7 @@ def _tile_launch(
     grid: tuple[int, ...],
     options: dict[str, Any],
 ) -> Launch:
-    """Takes (x, data, scale, amax)."""
+    """The launch, a function of (x, data, scale, amax)."""
     rows, dim = x.shape
     strides = _strides(scale, dim if granularity == "column" else rows, granularity)
     return Launch(_fp8_tile_kernel, grid, x.device, (rows, dim, x.stride(0), *strides), **options)
@@ -195,7 +195,7 @@ def _transposed_launch(
     grid: tuple[int, ...],
     options: dict[str, Any],
 ) -> Launch:
-    """Takes (x, data, data_t, scales of rows, scales of columns, maxima of rows, maxima of columns)."""
+    """The launch, a function of (x, data, data_t, scales of rows, of columns, maxima of rows, of columns)."""
     rows, dim = x.shape
     by_row, by_col = (scale_t, scale) if granularity == "column" else (scale, scale_t)
     strides = *_strides(by_row, rows, granularity), *_strides(by_col, dim, granularity)
@@ -204,7 +204,7 @@ def _transposed_launch(
 
 
 def _strides(scale: torch.Tensor | None, count: int, granularity: str) -> tuple[int, int]:
-    """From the scale of one row (or row of blocks) to the next, and from one block of a row to the next."""
+    """The strides of scales from one row (or row of blocks) to the next, and from one block of a row to the next."""
     if scale is None or granularity == "tensor":
         return 0, 0
     if "128" not in granularity:
@@ -216,8 +216,8 @@ def _strides(scale: torch.Tensor | None, count: int, granularity: str) -> tuple[
 def dequantize_plan(
     data: torch.Tensor, scale: torch.Tensor, e4m3: bool, granularity: str, dtype: torch.dtype
 ) -> Dequantize:
-    """Returns a function from (data, scale) like these, 8-bit numbers as uint8, to data · scale. Inputs as op.py has
-    checked them."""
+    """Returns a function of (data, scale) that returns data · scale, for all tensors with these signatures. fp8 and
+    UE8M0 are uint8. `op` has checked the inputs."""
     shape, device = data.shape, data.device
     stride = torch.empty(shape, device="meta").stride()
     if data.numel() == 0:
@@ -253,7 +253,7 @@ def dequantize_plan(
 
 
 def _flat(x: torch.Tensor, granularity: str) -> torch.Tensor:
-    """A view of a contiguous [rows, dim] in rows that suit the kernel, where the result does not depend on the rows."""
+    """A view of a contiguous [rows, dim] with rows that suit the kernel, where the result does not depend on rows."""
     if granularity == "tensor":
         return x.view(-1, FLAT if x.numel() % FLAT == 0 else x.numel())
     if granularity == "1x128" and x.shape[1] % BLOCK == 0:
@@ -268,5 +268,5 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """Compute capability; that of sm_80 in the interpreter."""
+    """The compute capability; (8, 0) in the interpreter."""
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 0)

@@ -1,5 +1,5 @@
-"""fp8 in plain PyTorch: the oracle. Computes in fp32 or, given fp64, in fp64, and then returns fp64 throughout: the
-values of the 8-bit numbers and of the scales."""
+"""fp8 in plain PyTorch: the oracle. Computes in fp32 or, given fp64, in fp64. With fp64 it returns the values of data
+and scales in fp64."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fp8_reference(
 def _quantize(
     x: torch.Tensor, dtype: torch.dtype, granularity: str, scale_format: str, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """data [R, D] and scale, one for each block in two dimensions, of x [R, D] in fp32 or fp64."""
+    """Returns data [R, D] and a two-dimensional tensor of scales, one per block, of x [R, D] in fp32 or fp64."""
     rows, dim = x.shape
     sizes = {"tensor": (rows, dim), "row": (1, dim), "column": (rows, 1), "1x128": (1, 128), "128x128": (128, 128)}
     height, width = (max(size, 1) for size in sizes[granularity])
@@ -62,7 +62,7 @@ def _quantize(
 
 
 def _magnitude(x: torch.Tensor) -> torch.Tensor:
-    """0 where x is NaN."""
+    """|x|, but 0 where x is NaN."""
     return torch.where(x.isnan(), 0, x.abs())
 
 

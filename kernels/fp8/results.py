@@ -13,7 +13,7 @@ GRANULARITIES = ("tensor", "row", "column", "1x128", "128x128")
 
 
 def scale_shape(shape: Sequence[int], granularity: str) -> tuple[int, ...]:
-    """Shape of the scales of a tensor of that shape, [..., D]."""
+    """The shape of the scales of a tensor of the given shape [..., D]."""
     *lead, dim = shape
     blocks = (dim + BLOCK - 1) // BLOCK
     return {
@@ -26,7 +26,7 @@ def scale_shape(shape: Sequence[int], granularity: str) -> tuple[int, ...]:
 
 
 def result_names(granularity: str, transpose: bool, given: bool, return_amax: bool) -> list[str]:
-    """The tensors that a quantisation writes: no scale if that is given, no scale_t where that is the same tensor."""
+    """The names of the tensors that are written: no scale if it is given, no scale_t where it equals scale."""
     names = {
         "data": True,
         "scale": not given,
@@ -40,7 +40,7 @@ def result_names(granularity: str, transpose: bool, given: bool, return_amax: bo
 def allocate(
     x: torch.Tensor, names: Sequence[str], granularity: str, scale_format: str, mn_major: bool
 ) -> dict[str, torch.Tensor]:
-    """Uninitialised tensors of those names. 8-bit numbers are held as uint8."""
+    """Uninitialised tensors of the given names. fp8 and UE8M0 are stored as uint8."""
     rows, dim = math.prod(x.shape[:-1]), x.shape[-1]
 
     def scales(shape: Sequence[int]) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""What is special to fp8: every bit of the result is defined, so results are compared bit for bit.
+"""Properties specific to fp8: every bit of the result is defined, so results are compared bit for bit.
 
-On the CPU the interpreter takes the path without conversion instructions, whose integer arithmetic it computes rightly.
+On the CPU the interpreter uses the path without conversion instructions; it executes that integer arithmetic correctly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def wild(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Numbers of many magnitudes, with a few that are zero, subnormal or not finite."""
+    """Values of many magnitudes, with a few that are zero, subnormal or not finite."""
     x = torch.randn(shape, device=DEVICE) * torch.exp(3 * torch.randn(shape, device=DEVICE))
     flat = x.view(-1)
     for index, value in enumerate((NAN, 0.0, INF, -0.0, -INF, 1e-40, -1e-7)):
@@ -33,7 +33,7 @@ def wild(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def assert_same(mine: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> None:
-    """Bit for bit, but that one NaN is as good as another."""
+    """Asserts equal bits; all NaNs count as equal."""
     assert len(mine) == len(other)
     for a, b in zip(mine, other, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
@@ -61,7 +61,7 @@ def test_every_bit_is_that_of_pytorchs_own_cast(dtype, granularity, transpose):
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_rows_on_boundaries_and_data_off_them(granularity, transpose):
-    """Rows 272 apart can be read in vectors, while data of 257 or 264 a row cannot be written so."""
+    """Rows of x with stride 272 can be read as vectors, while rows of 257 or 264 data cannot be written as vectors."""
     for x_dtype, dim in itertools.product(XDTYPES, (256, 257, 264)):
         padded = wild(31, 272, dtype=x_dtype)[:, :dim]
         for x in (padded, padded[:1].expand(31, dim)):
@@ -72,7 +72,7 @@ def test_rows_on_boundaries_and_data_off_them(granularity, transpose):
 @pytest.mark.parametrize("x_dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_every_number_of_16_bits_is_rounded_as_pytorch_rounds_it(dtype, x_dtype):
-    """Ties, subnormal numbers of all formats, saturation, NaN: with a scale of 1 nothing but the conversion is left."""
+    """Ties, subnormals of all formats, saturation, NaN. With a scale of 1 only the conversion is tested."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=DEVICE).to(torch.int16).view(x_dtype)
     one = torch.ones((), device=DEVICE)
     data, _ = fp8(x, dtype, "tensor", scale=one)
@@ -164,7 +164,7 @@ def test_a_power_of_two_is_the_smallest_that_lets_nothing_overflow(dtype):
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2", "e8m0"])
 def test_fp8_scale_is_the_scale_of_that_maximum(scale_format):
-    """Delayed scaling: the scale comes from earlier maxima, and x is read once for its data and its own maximum."""
+    """Delayed scaling: the scale comes from earlier maxima, and x is read once for data and its own maximum."""
     x = wild(6, 40)
     _, scale, amax = fp8(x, E5M2, "tensor", scale_format=scale_format, return_amax=True)
     assert amax == x[x.isfinite()].abs().max()
@@ -255,7 +255,7 @@ def test_nothing_is_differentiable_and_autocast_changes_nothing():
 
 
 class _Spy:
-    """Stands in for a JIT kernel and notes each launch with the address of its first tensor."""
+    """Replaces a JIT kernel and records each launch with the address of its first tensor."""
 
     def __init__(self, jit, launched):
         self.jit, self.launched = jit, launched
@@ -344,7 +344,7 @@ def test_bad_input_of_dequantize_raises_an_error_that_names_it(change, error, wo
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_fake_tensors_give_the_shapes_strides_and_dtypes_of_real_ones(granularity, transpose):
-    """What torch.compile is told of the results, also where the scale is given or the maximum is returned."""
+    """The fake implementation, also where the scale is given or the maximum is returned."""
     x = torch.randn(2, 70, 300, device=DEVICE)
     for given, return_amax in itertools.product((False, True), (False, True)):
         if (return_amax and granularity != "tensor") or (given and transpose and granularity not in TRANSPOSABLE):
@@ -397,7 +397,7 @@ def test_a_gemm_takes_data_and_scale_as_they_are(granularity):
 @pytest.mark.gpu
 @pytest.mark.parametrize("granularity", ["row", "tensor", "1x128"])
 def test_more_than_two_to_the_31_elements(granularity):
-    """Offsets are 64 bits wide: the last rows lie past what 32 reach."""
+    """Offsets have 64 bits: those of the last rows exceed 32."""
     x = torch.randn(2**31 // 8192 + 130, 8192, device="cuda", dtype=torch.bfloat16)
     transpose = granularity == "1x128"
     data, scale, *transposed = fp8(x, E4M3, granularity, transpose=transpose)
@@ -407,5 +407,5 @@ def test_more_than_two_to_the_31_elements(granularity):
         assert_same((data[part],), fp8_reference(x[part], E4M3, granularity, **given)[:1])
         torch.testing.assert_close(y[part], x[part], rtol=0.07, atol=0.02)
     if transpose:
-        tail = slice(-130, None)  # the last whole block and the ragged one after it
+        tail = slice(-130, None)  # the last whole block and the partial one after it
         assert_same((transposed[0][:, tail], transposed[1][:, -2:]), fp8_reference(x[tail].t(), E4M3, "1x128"))

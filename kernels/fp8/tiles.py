@@ -1,10 +1,10 @@
-"""All granularities except "row": a CTA for each tile of x. With a transposed copy: transposed.py.
+"""All granularities except "row": one CTA per tile of x. transposed.py also writes a transposed copy.
 
-Blocks of 128, whose scale the tile's CTA computes: one read. Napkin maths, bf16, 65536 x 4096, one NVIDIA H200 that
-copies 4254 GB/s: 1x128 reads 2 and writes 1 byte an element and 4 bytes a block: 814 MB, 191 us.
+The scale of a block of 128 is computed by the tile's CTA, so x is read once. Estimate, bf16, 65536 x 4096, one NVIDIA
+H200 that copies 4254 GB/s: 1x128 reads 2 and writes 1 byte per element, and writes 4 bytes per block: 814 MB, 191 us.
 
-A scale for the whole tensor or for a column must be known before the first element is written, so x is read twice:
-5 bytes an element, 315 us; or once, if the scale is given.
+The scale of a tensor or of a column must be known before the first element is written. So x is read twice, 5 bytes per
+element, 315 us, or once if the scale is given.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .formats import encode, finite_or_nan, inverse, load_scale, scale_of, store
 
 @triton.jit
 def tile_of(dim, BLOCK_N: tl.constexpr, SOURCE: tl.constexpr):
-    """(index, row, column) of this CTA's tile. The second pass over x takes tiles in reverse order: what the first one
-    has read last is still in L2."""
+    """(index, row, column) of this CTA's tile. The second pass over x processes tiles in reverse order, because the
+    tiles that the first pass read last are still in L2."""
     tiles_n = tl.cdiv(dim, BLOCK_N)
     tile = tl.num_programs(0) - 1 - tl.program_id(0) if SOURCE == "amax" else tl.program_id(0)
     return tile, (tile // tiles_n).to(tl.int64), (tile % tiles_n).to(tl.int64)
@@ -26,7 +26,7 @@ def tile_of(dim, BLOCK_N: tl.constexpr, SOURCE: tl.constexpr):
 
 @triton.jit
 def rectangle(ptr, m, n, stride_m):
-    """Pointers to rows m by columns n. Row offsets are 64 bits wide, as a tile's rows may be far from each other."""
+    """Pointers to rows m by columns n. Row offsets have 64 bits, because the row stride may be large."""
     return ptr + m.to(tl.int64)[:, None] * stride_m + n[None, :]
 
 
@@ -38,8 +38,8 @@ def inside(m, n, height, width):
 
 @triton.jit
 def raise_to(ptr, amax, mask=None):
-    """Atomic maximum in memory, on the bits of fp32, which order like the numbers if these are neither negative nor
-    NaN. The result does not depend on the order of CTAs."""
+    """Atomic maximum in memory, on the bits of fp32, which are ordered as the values if none is negative or NaN. The
+    result does not depend on the order of CTAs."""
     bits = tl.where(amax > 0, amax, 0.0).to(tl.int32, bitcast=True)
     tl.atomic_max(ptr, bits, mask=mask, sem="relaxed")
 
@@ -57,8 +57,8 @@ def group_scale(
     E4M3: tl.constexpr,
     POW2: tl.constexpr,
 ):
-    """The scales of a tile, with amax along AXIS. Unless SOURCE is "given" they are stored at `at`: by every tile if
-    each has its own, else by the `first` of the tiles that share them."""
+    """The scales of a tile, from amax along AXIS. Unless SOURCE is "given" they are stored at `at`: by every tile if
+    each has its own, else only by the `first` of the tiles that share them."""
     if SOURCE == "given":
         return load_scale(at, valid)
     if SOURCE == "amax":
@@ -85,8 +85,8 @@ def _fp8_amax_kernel(
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """Largest magnitudes by row, by column, or else of the tensor (at row_amax_ptr), into int32 initialised with
-    zeros."""
+    """Computes the largest magnitude per row, per column, or else of the tensor (at row_amax_ptr), into int32
+    initialised with zeros."""
     tiles_n = tl.cdiv(dim, BLOCK_N)
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     row, col = (tl.program_id(0) // tiles_n).to(tl.int64) * BLOCK_M, (tl.program_id(0) % tiles_n).to(tl.int64) * BLOCK_N
@@ -102,7 +102,7 @@ def _fp8_amax_kernel(
         raise_to(row_amax_ptr, tl.max(x))
 
 
-# Specialising for the strides of scales would compile more kernels and gain nothing.
+# Specialising for the strides of scales would compile more kernels without a gain.
 @triton.jit(do_not_specialize=["stride_sm", "stride_sn"])
 def _fp8_tile_kernel(
     x_ptr,
@@ -127,8 +127,8 @@ def _fp8_tile_kernel(
 ):
     """Writes data, and scales unless they are given.
 
-    GROUPS   "tile": one scale for a tile. "rows": one for each of its rows; "columns": for each of its columns.
-    SOURCE   of the scales: "tile", computed here; "amax", from the kernel above; "given", by the caller.
+    GROUPS   "tile": one scale per tile; "rows": one per row of the tile; "columns": one per column of the tile
+    SOURCE   of the scales: "tile", computed here; "amax", from the results of the kernel above; "given" by the caller
 
     The scale of a row is at row · stride_sm + tile_n · stride_sn, that of a column at col · stride_sm + tile_m ·
     stride_sn, that of a tile at tile_m · stride_sm + tile_n · stride_sn.

@@ -1,11 +1,11 @@
-"""data and its transposed copy in one pass over x: a CTA for each tile of 128 by 128.
+"""data and its transposed copy in one pass over x: one CTA per tile of 128 by 128.
 
-Four neighbouring rows of a column are four neighbouring bytes of data_t. So a tile is read as four tiles of every
-fourth row, whose elements are packed to 32-bit words of data_t. The transpose through shared memory moves words, not
+Four adjacent rows of a column are four adjacent bytes of data_t. So a tile is read as four tiles of every fourth row,
+whose elements are packed to 32-bit words of data_t. The transposition through shared memory moves words instead of
 bytes, with a quarter of the accesses, and stores lines of 128 bytes.
 
-Napkin maths, bf16, 16384 x 8192, one NVIDIA H200 that copies 4254 GB/s: 2 bytes an element in and twice 1 out, 537 MB
-and the scales, 128 us. Shared memory: 16 KB of words in and out, 256 of some 3800 clocks that a tile may take.
+Estimate, bf16, 16384 x 8192, one NVIDIA H200 that copies 4254 GB/s: 2 bytes per element read and twice 1 written, 537
+MB and the scales, 128 us. Shared memory: 16 KB of words written and read, 256 of some 3800 cycles available per tile.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import triton.language as tl
 from .formats import encode, encode_four, finite_or_nan, inverse, store_scale
 from .tiles import group_scale, inside, raise_to, rectangle, tile_of
 
-ROWS = tl.constexpr(4)  # of a word
+ROWS = tl.constexpr(4)  # per word
 
 
-# Specialising for the strides of scales would compile more kernels and gain nothing.
+# Specialising for the strides of scales would compile more kernels without a gain.
 @triton.jit(do_not_specialize=["stride_rm", "stride_rn", "stride_cn", "stride_cm"])
 def _fp8_transposed_kernel(
     x_ptr,
@@ -48,9 +48,9 @@ def _fp8_transposed_kernel(
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """Writes data and data_t, and scales unless they are given. GROUPS and SOURCE as in tiles.py; with GROUPS "rows",
-    data has a scale for each row of the tile, data_t for each column; "columns": the reverse. WORDS: rows of data_t are
-    aligned to 4 bytes.
+    """Writes data and data_t, and scales unless they are given. GROUPS and SOURCE as in tiles.py. With GROUPS "rows",
+    data has one scale per row of the tile and data_t one per column; with "columns" the reverse. WORDS: rows of data_t
+    are aligned to 4 bytes.
 
     The scale of a row is at row · stride_rm + tile_n · stride_rn of row_scale_ptr, that of a column at
     col · stride_cn + tile_m · stride_cm of col_scale_ptr; of a tile, at tile_m · stride_rm + tile_n · stride_rn and,
@@ -68,7 +68,7 @@ def _fp8_transposed_kernel(
         mask = None if EVEN else inside(m + i, n, height, width)
         x = finite_or_nan(tl.load(x_ptrs, mask=mask, other=None if EVEN else 0.0, eviction_policy=EVICTION))
         parts += (x,)
-        # The hardware's maximum of a number and NaN is the number; the interpreter's is NaN.
+        # The maximum of a value and NaN is the value on the GPU, but NaN in the interpreter.
         magnitudes += (tl.abs(x) if NATIVE else tl.where(x == x, tl.abs(x), -1.0),)
     largest = tl.maximum(tl.maximum(magnitudes[0], magnitudes[1]), tl.maximum(magnitudes[2], magnitudes[3]))
     if RAISE_AMAX:

@@ -22,7 +22,7 @@ def _case(rows: int, dim: int, dtype: torch.dtype, form: str, bench: bool = Fals
 
 
 CASES = (
-    # The width of a small transformer, Llama-2 7B's hidden one, TransformerNP's 512 and 1365; one that fits in L2.
+    # Widths of a small transformer, of Llama-2 7B's MLP (11008), of TransformerNP (512, 1365); one case fits in L2.
     _case(65536, 4096, BF16, "tanh", bench=True),
     _case(65536, 4096, BF16, "none", bench=True),
     _case(2048, 4096, BF16, "tanh", bench=True),
@@ -59,13 +59,13 @@ def cost(case: Case, mode: str) -> Cost:
     elements = case.dims["rows"] * case.dims["dim"]
     # forward: x and y. backward: dy, x and dx.
     tensors = {"fwd": 2, "bwd": 3}[mode]
-    # As the formulas are written, an exponential, erf or tanh counting as one.
+    # Operations of the formulas as written; an exponential, erf or tanh counts as one.
     flops = {"none": {"fwd": 5, "bwd": 11}, "tanh": {"fwd": 9, "bwd": 19}}[case.params["approximate"]][mode]
     return Cost(flops=flops * elements, bytes=tensors * elements * case.dtype.itemsize)
 
 
 def _candidates(case: Case) -> list[configs.Config]:
-    """8 to 32 elements a thread."""
+    """Tiles with 8 to 32 elements per thread."""
     tiles = [(n, w) for n in (1024, 2048, 4096, 8192) for w in (4, 8, 16) if 8 <= n // (32 * w) <= 32]
     return [configs.Config(1, n, w, eviction) for n, w in tiles for eviction in ("", "evict_last")]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-EVICT_LAST_BYTES = 20e6  # a tensor
+EVICT_LAST_BYTES = 20e6  # per tensor
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Config:
 def pick_config(
     rows: int, cols: int, dtype: torch.dtype, reads: int, transposed: bool, capability: tuple[int, int]
 ) -> Config:
-    """Configuration of the forward kernel, which reads 1 tensor, and of the backward kernel, which reads 2 (`reads`),
-    on rows x cols as `coalesce` in layout.py gives them. Pure.
+    """Configuration of the forward kernel (`reads` = 1 tensor) or of the backward kernel (`reads` = 2), on rows x cols
+    as `coalesce` in layout.py returns them. Pure.
 
-    A tile has 2048 elements: of a single row, or of rows in up to 512 columns. It has 4 warps in the forward of 16-bit
-    dtypes and 8 otherwise. Transposed tensors take a square tile, because Triton converts its layout through shared
-    memory. Tensors of more than EVICT_LAST_BYTES are loaded with evict_last: L2 then evicts lines of the output first,
-    so that these are written back early and in order. Record: EXPERIMENTS.md, "Tiles"; no other tile that was tried is
-    more than 0.6 % faster.
+    A tile has 2048 elements of a single row, or of several rows with up to 512 columns each. A CTA has 4 warps in the
+    forward of 16-bit dtypes and 8 otherwise. Transposed tensors have a square tile, because Triton converts its layout
+    through shared memory. Tensors of more than EVICT_LAST_BYTES are loaded with evict_last: L2 then evicts lines of the
+    output first, so that these are written back early and in order. Record: EXPERIMENTS.md, "Tiles"; no other tile that
+    was tried is more than 0.6 % faster.
     """
     if transposed:
         return Config(64, 64, 8, "")

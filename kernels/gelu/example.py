@@ -1,6 +1,6 @@
 """One call of gelu, small or of a size that models have.
 
-`selftest` holds it against the reference, `info` asks which kernels it launches.
+`selftest` compares it with the reference, `info` lists the kernels that it launches.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient."""
+    """The `inputs` of the public function, and the names of those with a gradient (`grads`)."""
     shape = (5, 37) if small else (4096, 4096)
     return {"inputs": {"x": torch.randn(shape, device=device, dtype=dtype)}, "grads": ("x",)}

@@ -1,10 +1,10 @@
 """GELU: the kernels.
 
-Napkin maths, bf16, n elements, one NVIDIA H200 that copies 4254 GB/s:
+Estimate, bf16, n elements, one NVIDIA H200 that copies 4254 GB/s:
   forward   reads x, writes y           4·n bytes   65536 x 4096: 1.07 GB, 252 us
   backward  reads x and dy, writes dx   6·n bytes   65536 x 4096: 1.61 GB, 379 us
-At that bandwidth the SMs can issue 28 instructions of a thread for each element of the forward (4 bytes). CUDA's erff
-takes 28 and its tanhf 20, so the formulas below take fewer: one exponential and one reciprocal an element.
+At that bandwidth the SMs can issue 28 instructions per thread for each element of the forward (4 bytes). CUDA's erff
+has 28 and its tanhf 20. The formulas below have fewer: one exponential and one reciprocal per element.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 SLOPE = tl.constexpr(1.5957691216057308)  # 2 · sqrt(2 / π)
 CUBIC = tl.constexpr(0.044715)
-# For a larger x², σ(2u) is 0 or 1 in fp32. Without this limit the derivative of a large finite x would be 0 · inf.
+# For a larger x², σ(2u) is 0 or 1 in fp32. Without this bound the derivative at a large finite x would be 0 · inf.
 MAX_SQUARE = tl.constexpr(1024.0)
 
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
@@ -24,7 +24,7 @@ INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def _reciprocal(d, IS_FP32: tl.constexpr):
-    """1 / d for d >= 1. A division is eight instructions; the square of 1 / sqrt(d) is two, relative error 3e-7."""
+    """1 / d for d >= 1. A division has eight instructions, the square of 1 / sqrt(d) two, with relative error 3e-7."""
     if IS_FP32:
         return 1.0 / d
     root = tl.rsqrt(d)
@@ -33,12 +33,12 @@ def _reciprocal(d, IS_FP32: tl.constexpr):
 
 @triton.jit
 def _logistic(x, square, IS_FP32: tl.constexpr):
-    """s = σ(SLOPE · (x + CUBIC · x³)), with x² given, and 1 − s. Both keep their relative accuracy close to 0."""
+    """s = σ(SLOPE · (x + CUBIC · x³)) and 1 − s; `square` is x². Both keep their relative accuracy close to 0."""
     power = x * (-LOG2_E * SLOPE - LOG2_E * SLOPE * CUBIC * square)
     exponential = tl.exp2(power)
     s = _reciprocal(1.0 + exponential, IS_FP32)
-    # Where s is close to 1, 1 - s has no more than the rounding error of s: not accurate enough in fp32. For x < 0 it
-    # is exact.
+    # Where s is close to 1, 1 - s consists of the rounding error of s, which is not accurate enough in fp32. For x < 0
+    # the difference is exact.
     return s, tl.where(x > 0, exponential * s, 1.0 - s) if IS_FP32 else 1.0 - s
 
 
@@ -51,7 +51,7 @@ def _gaussian_cdf(x, IS_FP32: tl.constexpr):
     """
     power = x * (x * (-0.5 * LOG2_E))
     if IS_FP32:
-        # ex2 flushes subnormal results to 0, where PyTorch's derivative is not 0 yet.
+        # ex2 flushes subnormal results to 0, where PyTorch's derivative is not yet 0.
         low = power < -126.0
         exponential = tl.exp2(tl.where(low, power + 64.0, power)) * tl.where(low, 2.0**-64, 1.0)
     else:
@@ -80,8 +80,8 @@ def _gaussian_cdf(x, IS_FP32: tl.constexpr):
 
 @triton.jit
 def _tile_start(rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First row and first column of this CTA's tile, in 64 bits. The grid is one-dimensional: y and z are limited to
-    65535."""
+    """First row and first column of this CTA's tile, in 64 bits. The grid is one-dimensional, because its y and z
+    dimensions are limited to 65535."""
     tile = tl.program_id(0)
     tile_m, tile_n = tile * 0, tile
     if rows != 1:  # Triton specialises for the value 1: a single row needs no division
@@ -139,9 +139,9 @@ def _gelu_bwd_tile(
     tl.store(dx_ptr + (m * stride_dxm + n * stride_dxn), dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-# Only tiles at the edge have a mask. With SPLIT (rows are aligned) such a tile is computed in two parts. The first ends
-# at a multiple of 16 columns, so that each 16-byte access is masked as a whole and stays one instruction. The second
-# has the last cols % 16 columns, which are accessed by elements.
+# Only boundary tiles are masked. With SPLIT (rows are aligned) such a tile is computed in two parts. The first ends at
+# a multiple of 16 columns, so that each 16-byte access is masked as a whole and remains one instruction. The second has
+# the last cols % 16 columns, which are accessed element by element.
 
 
 @triton.jit

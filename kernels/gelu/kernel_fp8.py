@@ -1,6 +1,6 @@
 """GELU with an fp8 output: y is quantised in registers, in blocks of 1x128.
 
-Napkin maths, bf16, n elements of output, one NVIDIA H200 that copies 4254 GB/s:
+Estimate, bf16, n elements of output, one NVIDIA H200 that copies 4254 GB/s:
   1x128                   reads x, writes data            3·n bytes   65536 x 4096: 805 MB, 189 us
   … then quantised        y written and read beside it    7·n bytes                       442 us
   with a transposed copy  reads x, writes data, data_t    4·n bytes                       252 us
@@ -33,9 +33,9 @@ def _store_quantised(
     NATIVE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """With DATA, data and scales of a tile of 128 columns, of which a row has one scale. With TRANSPOSE, data_t
-    [cols, rows] and its scales of a tile of 128 rows, of which a column has one. y is NaN where it is not finite, and
-    does not count there."""
+    """Quantises and stores a tile of y. DATA: stores data, with one scale per row of a tile of 128 columns. TRANSPOSE:
+    stores data_t [cols, rows], with one scale per column of a tile of 128 rows. Elements that are not finite become NaN
+    and do not count in a scale."""
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     y = finite_or_nan(y) if EVEN else tl.where(inside, finite_or_nan(y), 0.0)
     magnitude = tl.where(y == y, tl.abs(y), 0.0)
@@ -56,7 +56,7 @@ def _store_quantised(
 
 @triton.jit
 def _gelu(x, APPROXIMATE: tl.constexpr, IS_FP32: tl.constexpr):
-    """As `_gelu_fwd_tile`."""
+    """y in fp32, by the formulas of `_gelu_fwd_tile`."""
     if APPROXIMATE == "tanh":
         s, _ = _logistic(x, x * x, IS_FP32)
         y = x * s
@@ -86,7 +86,7 @@ def _gelu_fp8_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A CTA for each tile. BLOCK_N is 128 with DATA, BLOCK_M with TRANSPOSE."""
+    """One CTA per tile. DATA requires BLOCK_N = 128, TRANSPOSE requires BLOCK_M = 128."""
     tiles_n = tl.cdiv(cols, BLOCK_N)
     row = tl.program_id(0) // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,4 +1,4 @@
-"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
+"""The public function: argument checks, the fast eager path, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ _grad_enabled = torch.is_grad_enabled  # called in every call; bound once, becau
 
 
 def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """The Gaussian error linear unit (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2), element by element.
+    """The Gaussian error linear unit (GELU) of each element, computed in fp32.
 
         "none"   y = x · Φ(x) = x · (1 + erf(x / √2)) / 2
         "tanh"   y = x · (1 + tanh(√(2/π) · (x + 0.044715 · x³))) / 2
 
-    Takes the arguments of torch.nn.functional.gelu and computes in fp32. Where x is very negative, y and the gradient
-    keep their relative accuracy, which the formulas as written above lose. Differentiable in x, which is all that is
-    saved for the backward. The derivative of a finite x is finite; y of -inf is NaN, as in PyTorch.
+    The arguments are those of torch.nn.functional.gelu. Where x is very negative, y and the gradient keep their
+    relative accuracy, which the formulas as written above lose. Differentiable in x, the only saved tensor. The
+    derivative of a finite x is finite; y of -inf is NaN, as in PyTorch.
 
-    x            any shape and strides, fp32, fp16 or bf16. Read in place where the dimensions of x and of the result
-                 coalesce to rows and columns, as for every permutation and every row or column slice of a dense
+    x            any shape and strides, fp32, fp16 or bf16. Read without a copy where the dimensions of x and of the
+                 result coalesce to rows and columns, as for every permutation and every row or column slice of a dense
                  tensor; otherwise copied first. The same holds for the incoming gradient.
     approximate  "none" or "tanh"
 
     Returns y in shape and dtype of x, with the strides of torch.empty_like(x): those of x where x is dense.
 
     Raises TypeError for a wrong dtype, ValueError for another `approximate`, RuntimeError for a CPU tensor outside
-    Triton's interpreter.
+    Triton's interpreter, NotImplementedError for forward-mode differentiation.
+
+    Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
     """
     if lean(x):
         plan = _fwd_plan(x, approximate)
@@ -55,7 +57,7 @@ def _check(x: torch.Tensor, approximate: str) -> None:
 
 
 def _fwd_plan(x: torch.Tensor, approximate: str) -> Forward:
-    """The plan for these arguments, made and kept if it is missing. For plain tensors only (see `lean`)."""
+    """The cached plan for these arguments, created on the first call. For plain tensors only (see `lean`)."""
     key = (signature(x), approximate)
     plan = _FORWARD.find(key)
     if plan is None:
@@ -73,8 +75,8 @@ def _bwd_plan(dy: torch.Tensor, x: torch.Tensor, tanh: bool) -> Backward:
 
 
 class _GELU(torch.autograd.Function):
-    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
-    differentiated."""
+    """The autograd function of eager calls. Its backward calls the custom op where it is traced, transformed by
+    functorch or itself differentiated."""
 
     @staticmethod
     def forward(ctx, x, plan, approximate):
@@ -88,12 +90,12 @@ class _GELU(torch.autograd.Function):
         return _gradient(ctx, dy), None, None
 
 
-# torch.autograd.Function.apply handles functorch before it calls this; `lean` has ruled functorch out.
+# torch.autograd.Function.apply first handles functorch, then calls this method. `lean` is False under functorch.
 _apply = super(torch.autograd.Function, _GELU).apply
 
 
 def _gradient(ctx, dy):
-    """dx; None where y has no gradient."""
+    """Returns dx, or None where y has no incoming gradient."""
     if dy is None:
         return None
     (x,) = ctx.saved_tensors

@@ -1,4 +1,4 @@
-"""gelu_fp8, the forward with an fp8 output: checks, the lean eager call, registration with torch.library."""
+"""gelu_fp8, the forward with an fp8 output: argument checks, the fast eager path, registration with torch.library."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ def gelu_fp8(
     scale_format: str = "fp32",
     transpose: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """gelu, whose result y is quantised to 8 bits in the same pass: what an fp8 product reads.
+    """gelu with its result y quantised to fp8 in the same pass: the operand of an fp8 GEMM.
 
-        y    = gelu(x, approximate), rounded to its dtype
-        data = y / scale                        amax / largest is the scale of 128 elements of a row, 1 where amax is 0
+        y    = gelu(x, approximate), rounded to x's dtype
+        data = y / scale                        scale = amax / largest of 128 elements of a row, 1 where amax is 0
 
-    To the bit what `ridgeline.fp8` gives for that y with granularity "1x128", with its rules for NaN, infinities and
-    zeros, and without y in memory.
+    Bit-identical to `ridgeline.fp8` of that y with granularity "1x128", with its rules for NaN, infinities and zeros.
+    y is not written to memory.
 
-    x, approximate   as of gelu; x is [..., D]
+    x, approximate   as for gelu; x is [..., D]
     dtype         of the data: torch.float8_e4m3fn or torch.float8_e5m2
-    scale_format  "fp32"; "pow2", powers of two in fp32; "e8m0", the same as torch.float8_e8m0fnu
-    transpose     also return data_t [D, R] and scale_t [D, ceil(R / 128)], for R rows: blocks of 128 rows of a column,
-                  which the gradient of weights reads. In the same pass where R and D are multiples of 128.
+    scale_format  "fp32"; "pow2", powers of two in fp32; "e8m0", the same values as torch.float8_e8m0fnu
+    transpose     also return data_t [D, R] and scale_t [D, ceil(R / 128)], for R rows, with one scale per 128 rows of a
+                  column: the operand of the weight gradient. In the same pass where R and D are multiples of 128.
 
-    Returns data [..., D] and scale [..., ceil(D / 128)]; with transpose data_t and scale_t. Contiguous. Not
-    differentiable: an input that requires a gradient is an error where gradients are recorded.
+    Returns data [..., D] and scale [..., ceil(D / 128)]; with transpose also data_t and scale_t. All are contiguous.
+    Not differentiable.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter and for an input that requires a gradient.
+    outside Triton's interpreter and, where gradients are recorded, for an input that requires one,
+    NotImplementedError for forward-mode differentiation.
     """
     no_gradient("gelu_fp8", x=x)
     options = (approximate, dtype, scale_format, transpose)
@@ -53,7 +54,7 @@ def gelu_fp8(
         _check(x, *options)
         no_tangent("gelu_fp8", x)
         made = _quantise_op(x, approximate, dtype == FORMATS[0], scale_format, transpose)
-    # Codes and scales take turns.
+    # Data and scales alternate.
     of_scales = torch.float8_e8m0fnu if scale_format == "e8m0" else torch.float32
     return tuple(tensor.view(of_scales if index % 2 else dtype) for index, tensor in enumerate(made))
 
@@ -72,7 +73,7 @@ def _check(x, approximate, dtype, scale_format, transpose) -> None:
 
 
 def _quantise_plan(x, approximate, dtype, scale_format, transpose):
-    """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
+    """The cached plan for these arguments. For plain tensors only: the key does not fully describe other tensors."""
     options = (approximate, dtype, scale_format, transpose)
     key = (signature(x), *options)
     plan = _QUANTISE.find(key)

@@ -1,4 +1,4 @@
-"""Launch plans of gelu: all of a call that does not depend on the tensors' contents and addresses."""
+"""Launch plans of gelu: everything in a call that does not depend on the tensors' values and addresses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Backward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def fwd_plan(x: torch.Tensor, tanh: bool) -> Forward:
-    """A function of x, a tensor with the signature of this one, that returns y. `op` has checked the inputs."""
+    """Returns a function of x that returns y, for all x with this signature. `op` has checked the inputs."""
     if x.numel() == 0:
         return lambda x: torch.empty_like(x)
     layout = coalesce((torch.empty_like(x, device="meta"),), (x,))
@@ -34,7 +34,7 @@ def fwd_plan(x: torch.Tensor, tanh: bool) -> Forward:
 
 
 def bwd_plan(dy: torch.Tensor, x: torch.Tensor, tanh: bool) -> Backward:
-    """A function of (dy, x), tensors with the signatures of these, that returns dx."""
+    """Returns a function of (dy, x) that returns dx, for all tensors with these signatures."""
     if x.numel() == 0:
         return lambda dy, x: torch.empty_like(x)
     layout = coalesce((torch.empty_like(x, device="meta"),), (x, dy))
@@ -53,8 +53,8 @@ def bwd_plan(dy: torch.Tensor, x: torch.Tensor, tanh: bool) -> Backward:
 def _launch(
     kernel: triton.JITFunction, x: torch.Tensor, layout: Coalesced, reads: int, strides: tuple[int, ...], tanh: bool
 ) -> Launch:
-    """The launch of a kernel on tensors with these strides, which stand in the order of its parameters."""
-    # In the interpreter, that of an sm_80.
+    """The launch of a kernel on tensors with these strides, given in the order of the kernel's parameters."""
+    # The interpreter has no device; sm_80 is assumed.
     capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (8, 0)
     config = configs.pick_config(layout.rows, layout.cols, x.dtype, reads, layout.transposed, capability)
     tiles = triton.cdiv(layout.rows, config.block_m) * triton.cdiv(layout.cols, config.block_n)

@@ -1,4 +1,4 @@
-"""Launch plans of gelu_fp8: all of a call that does not depend on the tensors' contents and addresses."""
+"""Launch plans of gelu_fp8: everything in a call that does not depend on the tensors' values and addresses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .kernel_fp8 import _gelu_fp8_kernel
 from .launch import Launch
 
 BLOCK = 128  # elements that share a scale
-# x -> data and scale, and data_t and scale_t where asked; codes as bytes
+# (x) -> data and scale, and with transpose data_t and scale_t; fp8 data as uint8
 Quantise = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a launch writes, data or a transposed copy or both, and the tile of a CTA."""
+    """One launch: whether it writes data, the transposed copy or both, and the tile of a CTA."""
 
     data: bool
     transpose: bool
@@ -28,8 +28,9 @@ class Tile:
 
 
 def _tiles(transpose: bool, whole: bool) -> tuple[Tile, ...]:
-    """One launch; a transposed copy with partial tiles is a launch of its own, which reads the input again: predicates
-    and stores of single elements of both would spill hundreds of bytes a thread."""
+    """The tile of each launch. One launch computes all outputs, unless tiles are partial: then the transposed copy has
+    its own launch, which reads the input again. Predicates and single-element stores of both would spill hundreds of
+    bytes a thread."""
     data, copy = Tile(True, False, 32, BLOCK, 8), Tile(False, True, BLOCK, 32, 8)
     if not transpose:
         return (data,)
@@ -37,7 +38,7 @@ def _tiles(transpose: bool, whole: bool) -> tuple[Tile, ...]:
 
 
 def result_shapes(shape: Sequence[int], transpose: bool) -> list[tuple[tuple[int, ...], bool]]:
-    """Shapes of data and scale, data_t and scale_t, for a result of that shape; and whether each holds scales."""
+    """(shape, whether it holds scales) of data, scale, data_t and scale_t, for a y of the given shape."""
     *lead, dim = shape
     shapes = [((*lead, dim), False), ((*lead, (dim + BLOCK - 1) // BLOCK), True)]
     if transpose:
@@ -49,12 +50,12 @@ def result_shapes(shape: Sequence[int], transpose: bool) -> list[tuple[tuple[int
 
 
 def scale_dtype(scale_format: str) -> torch.dtype:
-    """Of the tensor that a kernel writes: UE8M0 as bytes."""
+    """The dtype of the scales that a kernel writes: uint8 for UE8M0."""
     return torch.uint8 if scale_format == "e8m0" else torch.float32
 
 
 def quantise_plan(x: torch.Tensor, approximate: str, e4m3: bool, scale_format: str, transpose: bool) -> Quantise:
-    """A function of (x), tensors with the signatures of these. `op_fp8` has checked the inputs."""
+    """Returns the function x -> results, for all x with this signature. `op_fp8` has checked the inputs."""
     device = x.device
     shape = tuple(x.shape)
     shapes = result_shapes(shape, transpose)
@@ -108,5 +109,5 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _native(tensor: torch.Tensor) -> bool:
-    """Whether there are conversion instructions for fp8."""
+    """Whether the device has fp8 conversion instructions (sm_89 and later)."""
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 9)

@@ -1,4 +1,4 @@
-"""What is special to gelu; `tests/test_specs.py` checks the rest from SPEC."""
+"""Properties specific to gelu; `tests/test_specs.py` checks the rest from SPEC."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_equals_pytorch(approximate):
 @pytest.mark.parametrize(
     "x",
     [
-        normal(6, 10, 14)[::2, ::2, ::2],  # three strides: copied first
-        normal(13, 1061)[:, :1045],  # four rows of tiles and three columns of them, the last ones not full
-        normal(2, 3000)[:, 1:],  # more tiles than rows in each of two rows
+        normal(6, 10, 14)[::2, ::2, ::2],  # does not coalesce to two strides: copied first
+        normal(13, 1061)[:, :1045],  # four rows of tiles by three columns, with partial tiles at the edges
+        normal(2, 3000)[:, 1:],  # two rows, each of more tiles than there are rows
         normal(5000),
     ],
     ids=["copied", "many tiles", "two rows", "one row"],
@@ -66,7 +66,7 @@ def test_the_oracle_equals_pytorch_where_that_does_not_cancel(approximate):
 
 
 def steps_from_zero(t: torch.Tensor) -> torch.Tensor:
-    """How many 16-bit numbers lie between an element and 0, negative below it."""
+    """The distance from 0 in 16-bit floating-point values (ulps), negative for a negative element."""
     bits = t.view(torch.int16).int()
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 
@@ -80,7 +80,7 @@ def test_every_16_bit_number_is_right_to_the_last_bit_or_the_one_before(dtype, a
     for mine, oracle, absolute in zip(results, oracles, (1e-36, 1e-5), strict=True):
         rounded = oracle.to(dtype)
         near = (steps_from_zero(mine) - steps_from_zero(rounded)).abs() <= 1
-        # A derivative close to its zero at -0.75 is a small difference; below 1e-36 fp32 itself runs out of digits.
+        # Close to its zero at -0.75 the derivative suffers cancellation; below 1e-36 fp32 itself loses precision.
         close = (mine.double() - oracle).abs() < absolute
         assert bool((near | close).all())
         assert float((mine != rounded).double().mean()) < 0.01
@@ -88,7 +88,7 @@ def test_every_16_bit_number_is_right_to_the_last_bit_or_the_one_before(dtype, a
 
 @pytest.mark.parametrize("approximate", FORMS)
 def test_the_tail_keeps_its_relative_accuracy(approximate):
-    """PyTorch's 1 + erf and 1 + tanh are 0 in fp32 from about x = -5.5 on."""
+    """PyTorch's 1 + erf and 1 + tanh are 0 in fp32 below about x = -5.5."""
     x = torch.linspace(-9, -2, 4001, device=DEVICE)
     for mine, oracle in zip(
         value_and_slope(gelu, x, approximate), value_and_slope(gelu_reference, x.double(), approximate), strict=True
@@ -104,7 +104,7 @@ def test_zero_infinity_and_nan(approximate):
     assert math.copysign(1.0, y[0]) == -1
     assert all(math.isnan(v) for v in (*y[3:5].tolist(), *slope[3:5].tolist()))
     assert [abs(v) for v in y[5:].tolist()] == [0.0, pytest.approx(3e38), 0.0, 100.0]
-    assert [abs(v) for v in slope[5:].tolist()] == [0.0, 1.0, 0.0, 1.0]  # PyTorch's tanh form: NaN at 3e38
+    assert [abs(v) for v in slope[5:].tolist()] == [0.0, 1.0, 0.0, 1.0]  # PyTorch's tanh form gives NaN at 3e38
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_x_is_all_that_is_saved():
 
 
 def test_autocast():
-    """It takes what a matrix product under autocast gives, and gives the same dtype."""
+    """It accepts the dtype that a GEMM under autocast returns, and returns the same dtype."""
     weight, x = normal(8, 16, requires_grad=True), normal(4, 16)
     with torch.autocast(DEVICE, dtype=torch.float16):
         y = gelu(F.linear(x, weight))
@@ -194,7 +194,7 @@ def test_says_what_is_wrong(call, error, words):
 @pytest.mark.parametrize("rows", [1, 100_000])
 @pytest.mark.parametrize("cols", [1, 7, 16, 100, 2048, 11008, 10**9])
 def test_a_tile_narrower_than_16_columns_has_a_whole_row(rows, cols, dtype, capability):
-    """The kernel cuts rows at a multiple of 16, so a tile must not end between two."""
+    """The kernel splits rows at a multiple of 16 columns, so a tile must end at one."""
     for reads in (1, 2):
         for transposed in (False, True):
             config = configs.pick_config(rows, cols, dtype, reads, transposed, capability)
@@ -205,7 +205,7 @@ def test_a_tile_narrower_than_16_columns_has_a_whole_row(rows, cols, dtype, capa
 @pytest.mark.gpu
 @pytest.mark.parametrize("approximate", FORMS)
 def test_more_than_two_to_the_31_elements(approximate):
-    """Offsets are 64 bits wide: the last elements lie past what 32 reach."""
+    """Offsets have 64 bits: those of the last elements exceed 32."""
     x = torch.randn(2**31 + 12_345, device="cuda", dtype=torch.bfloat16)
     y, slope = value_and_slope(gelu, x, approximate)
     for part in (slice(0, 5000), slice(-20_000, None)):

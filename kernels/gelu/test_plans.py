@@ -1,4 +1,4 @@
-"""The lean eager call and torch.library give the same bits, and a plan serves no tensors but those it was made for."""
+"""The fast eager path and the custom op give the same bits; a plan is used only for the tensors of its key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LAYOUTS = {
 
 @pytest.fixture
 def by_library(monkeypatch):
-    """Runs a call as where something traces it."""
+    """Runs a call through the custom op, as under tracing."""
 
     def run(call):
         with monkeypatch.context() as patch:
@@ -75,7 +75,7 @@ def test_a_plan_is_kept_for_its_key_and_made_once(monkeypatch):
 
 
 def test_every_call_is_right_whatever_came_before():
-    """The same shape on and off a 16-byte boundary, in other strides, dtypes and forms, in turn and again."""
+    """One shape with aligned and unaligned addresses, several strides, dtypes and forms, called alternately."""
     for _ in range(2):
         for layout in ("dense", "off a boundary", "sliced", "expanded", "half precision", "dense"):
             for approximate in FORMS:
@@ -103,7 +103,7 @@ def test_the_number_of_plans_is_bounded(monkeypatch):
 
 
 def test_two_threads_at_once(monkeypatch):
-    """Each with shapes of its own and shapes of both. The interpreter itself runs one kernel at a time."""
+    """Each thread uses its own shapes and shapes of both. The interpreter itself runs one kernel at a time."""
     if DEVICE == "cpu":
         lock, original = threading.Lock(), Launch.__call__
 
@@ -113,7 +113,7 @@ def test_two_threads_at_once(monkeypatch):
 
         monkeypatch.setattr(Launch, "__call__", alone)
     for kept in (op._FORWARD, op._BACKWARD):
-        monkeypatch.setattr(kept, "size", 3)  # so that they drop each other's
+        monkeypatch.setattr(kept, "size", 3)  # so that each thread evicts the plans of the other
     wrong: list[object] = []
 
     def work(first: int) -> None:
@@ -137,7 +137,7 @@ def test_two_threads_at_once(monkeypatch):
 
 
 class _Drop(torch.autograd.Function):
-    """Gives its input no gradient."""
+    """Returns no gradient for its input."""
 
     @staticmethod
     def forward(ctx, x):
@@ -185,7 +185,7 @@ def test_vmap_sees_an_operator_and_forward_mode_is_refused():
 
 
 def test_what_was_saved_may_come_back_elsewhere():
-    """A hook that unpacks x with other strides: the backward's plan goes by what it is given."""
+    """A saved-tensors hook returns x with other strides: the backward's plan must depend on those."""
     x = normal(6, 4).t().requires_grad_()
     (expected,) = torch.autograd.grad(gelu(x), x, torch.ones_like(x))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous(), lambda t: t):

@@ -1,4 +1,4 @@
-"""Microscaling formats: MXFP8, MXFP6, MXFP4 and NVFP4, quantisation and the way back."""
+"""Microscaling formats: MXFP8, MXFP6, MXFP4 and NVFP4, quantisation and dequantisation."""
 
 from .op import mxfp, mxfp_dequantize
 

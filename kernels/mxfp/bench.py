@@ -19,16 +19,16 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def _case(rows: int, dim: int, dtype: torch.dtype, format: str, /, bench: bool = False, **params: Any) -> Case:
-    """The name says all that is not the default: 8192x8192-bf16-nvfp4-tensor_scale."""
+    """The name contains every option that is not the default: 8192x8192-bf16-nvfp4-tensor_scale."""
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     words = [k if v is True else f"{k}{v}" for k, v in params.items()]
     name = "-".join([f"{rows}x{dim}", short, format, *words])
     return Case(name, {"rows": rows, "dim": dim}, dtype, {"format": format, **params}, bench)
 
 
-# Parameters that are no argument: `dequantize` is the way back, from random bytes; `tensor_scale` that one is given.
+# Parameters that are not arguments: `dequantize`: dequantises random bytes; `tensor_scale`: one is given.
 CASES = (
-    # A weight and activations; both of its operands' directions for training; what training rounds at random.
+    # A weight and activations, blocks along either dimension for training, stochastic rounding for training.
     *(_case(8192, 8192, BF16, format, bench=True) for format in FORMATS),
     *(_case(8192, 8192, BF16, format, bench=True, dim=0) for format in ("mxfp8_e4m3", "mxfp4")),
     _case(8192, 8192, BF16, "nvfp4", bench=True, tensor_scale=True),
@@ -40,7 +40,7 @@ CASES = (
         _case(65536, 4096, BF16, format, bench=True, dequantize=True)
         for format in ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "nvfp4")
     ),
-    # What goes wrong: nothing, one element, primes, one off a block, whole tiles, the other dimension, every option.
+    # Boundary cases: empty, one element, primes, one off a block, whole tiles, the other dimension, every option.
     _case(31, 127, FP32, "mxfp8_e4m3"),
     _case(0, 64, FP32, "mxfp8_e4m3"),
     _case(3, 0, FP32, "mxfp8_e4m3"),
@@ -86,7 +86,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
         nvfp4 = params["format"] == "nvfp4"
         scales = random(blocks, 1, 127) if nvfp4 else random(blocks, 119, 128)
         data = random(blocks * layout.block_bytes, 0, 256)
-        if layout.width == 8:  # neither NaN nor infinity, which opcheck takes for a difference
+        if layout.width == 8:  # neither NaN nor infinity, which opcheck reports as a difference
             data = torch.where(data & 0x7F < 0x78, data, 0)
         inputs: Inputs = {"data": data, "scales": scales, "dtype": case.dtype}
         return {**inputs, **({"tensor_scale": one} if nvfp4 else {}), "size": dim, **params}
@@ -98,7 +98,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 @functools.wraps(mxfp)
 def quantize_or_dequantize(backend: str = "auto", **inputs: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The public function that a case is of."""
+    """Calls the public function that a case tests."""
     return mxfp_dequantize(**inputs) if "data" in inputs else mxfp(**inputs, backend=backend)
 
 
@@ -111,10 +111,10 @@ def cost(case: Case, mode: str) -> Cost:
     layout = FORMATS[case.params["format"]]
     lead, size = (dim, rows) if case.params.get("dim") == 0 else (rows, dim)
     packed = lead * layout.blocks(size) * (layout.block_bytes + 1)
-    # NVFP4's scale of the tensor is written or read. It is known after all of x: the second read is not counted here,
-    # so that the share of the roofline shows it.
+    # NVFP4's tensor scale is written or read. Computing it needs another read of x, which is not counted here, so that
+    # the fraction of the roofline shows it.
     scale = 4 if case.params["format"] == "nvfp4" else 0
-    # A comparison for the maximum and a product, or the way back a product.
+    # A comparison and a multiplication per element; dequantisation has one multiplication.
     flops = rows * dim * (1 if case.params.get("dequantize") else 2)
     return Cost(flops=flops, bytes=rows * dim * case.dtype.itemsize + packed + scale)
 
@@ -123,7 +123,7 @@ def _copy_cost(case: Case, mode: str) -> Cost:
     return Cost(flops=0, bytes=2 * math.prod(case.dims.values()) * case.dtype.itemsize)
 
 
-# What a quantisation is held against: a plain copy of its input.
+# Quantisation is compared with a copy of its input.
 COPY = Yardstick(
     "copy",
     load=lambda: lambda x, **_: x.clone(),
@@ -149,7 +149,7 @@ def _torchao():
         data = data if format == "mxfp4" else data.view(elements[format])
         return to_dtype(data, scales.view(torch.float8_e8m0fnu), elements[format], 32, dtype)
 
-    # It is meant to be compiled: eager it writes every step to memory.
+    # torchao's functions are meant to be compiled: in eager mode each operation writes to memory.
     quantize, dequantize = (torch.compile(fn, dynamic=False) for fn in (quantize, dequantize))
     return lambda **inputs: dequantize(**inputs) if "data" in inputs else quantize(**inputs)
 
@@ -189,7 +189,7 @@ def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
 
 
 def _by_cuda(case: Case) -> bool:
-    """Where CUDA C++ can run."""
+    """Whether CUDA C++ can run a case."""
     if case.dtype != BF16 or case.params.get("dim") != 0 or case.params.get("stochastic"):
         return False
     columns, blocks = case.dims["dim"], FORMATS[case.params["format"]].blocks(case.dims["rows"])
@@ -215,7 +215,7 @@ SPEC = KernelSpec(
         "triton": functools.partial(quantize_or_dequantize, backend="triton"),
         "cuda": functools.partial(quantize_or_dequantize, backend="cuda"),
     },
-    # Elsewhere the first is the second.
+    # On other GPUs "auto" is "triton".
     min_capability={"triton": (9, 0), "cuda": (9, 0)},
     unsupported_reason=_unsupported_reason,
     alias_reason=_alias_reason,
@@ -232,7 +232,7 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 140), "dim": (1, 300)},
     tunables=(
-        # Hopper's. What they do not take goes by pick_config and pick_dequantize_config, as on other GPUs.
+        # Those for Hopper. Other problems use pick_config and pick_dequantize_config, as on other GPUs.
         Tunable(configs, "pick_pairs", "fwd", _pairs_candidates, cases=tuple(filter(_by_pairs, _BENCHED))),
         Tunable(
             configs,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-FLAT = 512  # the row in which a contiguous tensor is read whose own rows do not matter
+FLAT = 512  # row length of a contiguous tensor where the result does not depend on its own rows
 TILE = 4096  # elements
 
 

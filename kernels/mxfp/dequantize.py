@@ -1,7 +1,7 @@
 """Dequantisation: data times scale. On Hopper dequantize_pairs.py is used for whole blocks to bf16 and fp16.
 
 Back-of-the-envelope estimate, to bf16, 8192 x 8192 (65536 x 4096): reads and writes are those of quantisation,
-exchanged, so the floors are the same.
+exchanged, so the bounds are the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _mxfp_dequantize_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """y [rows, dim] of data and scales of rows of `padded` elements."""
+    """Dequantises data and scales of rows of `padded` elements to y [rows, dim]."""
     row, col = corner(padded, False, ONE, BLOCK_M, BLOCK_N)
     m = row + tl.arange(0, BLOCK_M)
     if WIDTH == 8:
@@ -58,7 +58,7 @@ def _mxfp_dequantize_kernel(
 
 @triton.jit
 def _load_tile(ptr, m, rows, col, columns, EVEN: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile of a row-major matrix of bytes, as int32."""
+    """Loads a tile of a row-major matrix of bytes as int32."""
     n = col + tl.arange(0, BLOCK_N)
     mask = None if EVEN else (m < rows)[:, None] & (n < columns)[None, :]
     return tl.load(ptr + m[:, None] * columns + n[None, :], mask=mask, other=None if EVEN else 0).to(tl.int32)

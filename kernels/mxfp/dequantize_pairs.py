@@ -1,11 +1,11 @@
 """Dequantisation to bf16 and fp16 on Hopper, in one layout: a thread stores the elements that it has loaded.
 
-A unit is eight elements: 8, 6 or 4 bytes of data and 16 of the result, which a warp writes as segments of 512. The
-layout of the loads is that of the store, so that nothing goes through shared memory. Elements are converted to fp16,
+A unit is eight elements: 8, 6 or 4 bytes of data and 16 of the result, which a warp writes as segments of 512 bytes.
+The layout of the loads is that of the store, so that no data go through shared memory. Elements are converted to fp16,
 two in a register; fp16 can represent those of every format. The product with the scale is computed and rounded in fp32,
 as in `dequantize.py`.
 
-Back-of-the-envelope estimate, to bf16, 8192 x 8192, one NVIDIA H200: floors as in kernel.py, 48 us (mxfp8), 44 us
+Back-of-the-envelope estimate, to bf16, 8192 x 8192, one NVIDIA H200: bounds as in kernel.py, 48 us (mxfp8), 44 us
 (mxfp6), 40 us (mxfp4, nvfp4). An element takes 5.5 SASS instructions (mxfp8), 9.2, 7.3 and 7.6, issued in 12 to 20 us
 at 1.85 GHz, where `dequantize.py` has 15.4 to 10.7.
 """
@@ -21,8 +21,8 @@ from .halves import both, bytes_of, from_e4m3, product_fp16, scaled
 
 @triton.jit
 def halves_of(tops, MANTISSA: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr):
-    """fp16 of two elements that begin with the highest bit of their half; what is below them is not looked at."""
-    SHIFT: tl.constexpr = MANTISSA + 6 - WIDTH  # from there to the place of fp16's exponent and mantissa
+    """Converts two elements, in the highest bits of either half, to fp16. Lower bits are ignored."""
+    SHIFT: tl.constexpr = MANTISSA + 6 - WIDTH  # to the bit positions of fp16's exponent and mantissa
     MAGNITUDE: tl.constexpr = ((1 << (WIDTH - 1)) - 1) << (10 - MANTISSA)
     bits = (tops & both(0x8000)) | ((tops >> SHIFT) & both(MAGNITUDE))
     return product_fp16(bits, both((30 - BIAS) << 10))  # 2^(15 - BIAS)
@@ -30,8 +30,8 @@ def halves_of(tops, MANTISSA: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def decode_eight(data_ptr, unit, mask, WIDTH: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The elements of each unit as four registers of fp16. Masked ones are undefined."""
-    # Of units that it knows to be neighbours Triton would load 16 bytes a thread, in another layout than the store's.
+    """Loads the elements of each unit as four registers of fp16. Masked elements are undefined."""
+    # If Triton knew that units are contiguous, it would load 16 bytes per thread, in a layout other than the store's.
     unit = unit * 3 // 3
     if WIDTH == 8:
         codes = tl.load(data_ptr.to(tl.pointer_type(tl.int64)) + unit, mask=mask)
@@ -44,10 +44,10 @@ def decode_eight(data_ptr, unit, mask, WIDTH: tl.constexpr, MANTISSA: tl.constex
     else:
         if WIDTH == 4:
             odd = tl.load(data_ptr.to(tl.pointer_type(tl.int32)) + unit, mask=mask)
-            even = odd << 4  # each element at the top of its byte
+            even = odd << 4  # each element in the highest bits of its byte
             a, b = bytes_of(even, odd, 0x4400), bytes_of(even, odd, 0x5511)
             c, d = bytes_of(even, odd, 0x6622), bytes_of(even, odd, 0x7733)
-        else:  # 48 bits, which begin in the middle of a word every other time
+        else:  # 48 bits; every other unit begins in the middle of a word
             at = data_ptr.to(tl.pointer_type(tl.int32)) + ((unit * 3) >> 1)
             first, second = tl.load(at, mask=mask), tl.load(at + 1, mask=mask)
             odd = (unit & 1) != 0
@@ -62,7 +62,7 @@ def decode_eight(data_ptr, unit, mask, WIDTH: tl.constexpr, MANTISSA: tl.constex
 
 @triton.jit
 def top_of_twelve(lower, upper):
-    """The lower half of one and the upper half of the other, whose highest six bits count."""
+    """Joins the lower half of one and the upper half of the other; the highest six bits of each half are used."""
     return bytes_of(lower, upper, 0x7610)
 
 
@@ -80,16 +80,16 @@ def _mxfp_dequantize_pairs_kernel(
     EVEN: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """y of 8 · units elements, contiguous, of data and scales; all begin on 16 bytes but the scales."""
+    """Dequantises data and scales to y of 8 · units elements. All are contiguous; data and y are 16-byte aligned."""
     first = tl.program_id(0).to(tl.int64) * UNITS
     unit = tl.arange(0, UNITS)
     mask = None if EVEN else unit < units - first
     a, b, c, d = decode_eight(data_ptr + first * WIDTH, unit, mask, WIDTH, MANTISSA, BIAS)
-    # Each thread loads the scale of its unit, with others of the block.
+    # Each thread loads the scale of its unit; threads of the same block load the same address.
     scale = tl.load(scale_ptr + first // (BLOCK // 8) + unit // (BLOCK // 8), mask=mask).to(tl.int32)
     BF16: tl.constexpr = y_ptr.dtype.element_ty == tl.bfloat16
     if tensor_scale_ptr is not None:
-        # The product with e4m3 is exact in fp16: of six bits, at least 2^-10 and at most 2688.
+        # The product with the e4m3 scale is exact in fp16: it has six bits and is between 2^-10 and 2688.
         twice = from_e4m3(scale * 0x101)
         a, b, c, d = product_fp16(a, twice), product_fp16(b, twice), product_fp16(c, twice), product_fp16(d, twice)
         factor = tl.load(tensor_scale_ptr)
@@ -101,7 +101,7 @@ def _mxfp_dequantize_pairs_kernel(
 
 @triton.jit
 def store_units(y_ptr, y, first, units, EVEN: tl.constexpr, UNITS: tl.constexpr):
-    """The words of units from the first one on."""
+    """Stores the words of the units from `first` on."""
     word = tl.arange(0, 4 * UNITS)
     mask = None if EVEN else word < (units - first) * 4
     tl.store(y_ptr.to(tl.pointer_type(tl.int32)) + first * 4 + word, y, mask=mask)

@@ -6,10 +6,10 @@ mxfp8_e5m2     8          15          2 bits     57344      32     E8M0
 mxfp6_e3m2     6           3          2 bits        28      32     E8M0
 mxfp6_e2m3     6           1          3 bits       7.5      32     E8M0
 mxfp4          4           1          1 bit          6      32     E8M0
-nvfp4          4           1          1 bit          6      16     e4m3, and one fp32 number for the whole tensor
+nvfp4          4           1          1 bit          6      16     e4m3, and one fp32 scale for the whole tensor
 
-An element is sign, exponent, mantissa from its highest bit down. Elements lie in the order of the blocked dimension,
-the first in the lowest bits: two of 4 bits in a byte, four of 6 bits in three bytes, little-endian.
+An element is sign, exponent, mantissa from its highest bit down. Elements are stored in the order of the blocked
+dimension, the first in the lowest bits: two of 4 bits in a byte, four of 6 bits in three bytes, little-endian.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class Format:
 
     @property
     def exponent(self) -> int:
-        """Of the largest finite magnitude."""
+        """The exponent of the largest finite magnitude."""
         return math.frexp(self.largest)[1] - 1
 
     @property
     def largest_code(self) -> int:
-        """Its bits."""
+        """The bits of the largest finite magnitude."""
         fraction = self.largest / 2**self.exponent - 1
         return (self.exponent + self.bias << self.mantissa) + int(fraction * 2**self.mantissa)
 
     def blocks(self, dim: int) -> int:
-        """Of a row of `dim` elements: the last one is filled up with zeros."""
+        """The number of blocks in a row of `dim` elements; the last one is padded with zeros."""
         return (dim + self.block - 1) // self.block
 
 

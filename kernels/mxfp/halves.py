@@ -1,6 +1,6 @@
-"""Instructions of sm_90 on the two 16-bit halves of a register, and their conversions: inline PTX.
+"""sm_90 instructions on the two 16-bit halves of a register, and conversions of them, in inline PTX.
 
-The tests write them out for the interpreter, which has no PTX.
+The tests emulate them for the interpreter, which has no PTX.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def both(bits: tl.constexpr):
 
 @triton.jit
 def larger(a, b):
-    """The larger of each half, without a sign."""
+    """The maximum of each half, unsigned."""
     return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
 
 
@@ -33,13 +33,13 @@ def smaller(a, b):
 
 @triton.jit
 def product(a, b):
-    """Of two numbers in bf16."""
+    """a · b in each half, in bf16."""
     return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def product_and_sum(a, b, c):
-    """a · b + c of two numbers in bf16, rounded once, to nearest, ties to even."""
+    """a · b + c in each half, in bf16, rounded once, to nearest, ties to even."""
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, is_pure=True, pack=1
     )
@@ -47,14 +47,14 @@ def product_and_sum(a, b, c):
 
 @triton.jit
 def product_fp16(a, b):
-    """Of two numbers in fp16."""
+    """a · b in each half, in fp16."""
     return tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def bytes_of(a, b, selector):
-    """Four of the eight bytes of a and b, a's first: the digits of the selector say which, the last digit the lowest
-    byte."""
+    """Selects four of the eight bytes of a (0 to 3) and b (4 to 7), one per hexadecimal digit of the selector; the last
+    digit selects the lowest byte."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, selector], tl.int32, is_pure=True, pack=1
     )
@@ -62,7 +62,7 @@ def bytes_of(a, b, selector):
 
 @triton.jit
 def from_e4m3(a):
-    """The two numbers of e4m3 in the lower half of a, in fp16."""
+    """Converts the two e4m3 values in the lower half of a to fp16."""
     return tl.inline_asm_elementwise(
         "{ .reg .b16 l, u; mov.b32 {l, u}, $1; cvt.rn.f16x2.e4m3x2 $0, l; }",
         "=r,r",
@@ -75,7 +75,7 @@ def from_e4m3(a):
 
 @triton.jit
 def scaled(a, factor, BF16: tl.constexpr):
-    """Two numbers of fp16 times one of fp32, rounded to fp32 and then to bf16, or else fp16."""
+    """Two fp16 values times an fp32 factor, rounded to fp32 and then to bf16 (BF16) or fp16."""
     if BF16:
         return tl.inline_asm_elementwise(
             "{ .reg .b16 l, u; .reg .f32 a, b; mov.b32 {l, u}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, u; "
@@ -99,8 +99,8 @@ def scaled(a, factor, BF16: tl.constexpr):
 
 @triton.jit
 def to_eight_bits(a, b, factor, MANTISSA: tl.constexpr):
-    """Four numbers of bf16 times one of fp32, rounded to e4m3, or else e5m2: to nearest, ties to even, saturating; a's
-    are in the lower half."""
+    """Four bf16 values times an fp32 factor, rounded to e4m3 (MANTISSA 3) or e5m2: to nearest, ties to even,
+    saturating. Results of a are in the lower half."""
     if MANTISSA == 3:
         return tl.inline_asm_elementwise(
             "{ .reg .b32 t; .reg .f32 x, y; .reg .b16 l, u; "
@@ -130,13 +130,13 @@ def to_eight_bits(a, b, factor, MANTISSA: tl.constexpr):
 
 @triton.jit
 def truncated_product(a, b):
-    """Of two numbers >= 0 of fp32, rounded towards zero; at most 1."""
+    """a · b in fp32, rounded towards zero, saturated to 0 .. 1."""
     return tl.inline_asm_elementwise("mul.rz.sat.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def products_of_magnitudes(a, factor):
-    """Of two numbers of bf16, with one of fp32: two of fp32."""
+    """The magnitudes of two bf16 values times an fp32 factor, as two fp32 values."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 t; .reg .f32 x; shl.b32 t, $2, 16; mov.b32 x, t; abs.f32 x, x; mul.rn.f32 $0, x, $3; "
         "and.b32 t, $2, 0x7FFF0000; mov.b32 x, t; mul.rn.f32 $1, x, $3; }",
@@ -150,7 +150,7 @@ def products_of_magnitudes(a, factor):
 
 @triton.jit
 def to_e4m3(a):
-    """The code of a number >= 0 of fp32: to nearest, ties to even, saturating."""
+    """The e4m3 code of an fp32 value >= 0, rounded to nearest, ties to even, saturating."""
     return tl.inline_asm_elementwise(
         "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, 0f00000000, $1; cvt.u32.u16 $0, t; }",
         "=r,f",
@@ -163,5 +163,5 @@ def to_e4m3(a):
 
 @triton.jit
 def reciprocal(a):
-    """Of fp32, correctly rounded."""
+    """1 / a in fp32, correctly rounded."""
     return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [a], tl.float32, is_pure=True, pack=1)

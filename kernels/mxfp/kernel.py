@@ -3,16 +3,16 @@
 Back-of-the-envelope estimate, bf16, 8192 x 8192 (65536 x 4096), one NVIDIA H200 that copies 4254 GB/s; 2 bytes per
 element are read:
 
-              written an element      bytes              floor
+              written per element     bytes              lower bound
 mxfp8         1 + 1/32                203 MB (814 MB)    48 us (191 us)
 mxfp6         3/4 + 1/32              187 MB (747 MB)    44 us (176 us)
 mxfp4         1/2 + 1/32              170 MB (680 MB)    40 us (160 us)
 nvfp4         1/2 + 1/16              172 MB (688 MB)    40 us (162 us); x is read twice unless its scale is given
 
 On Hopper `pairs.py` is used for bf16. Here an element of mxfp4 takes 21 SASS instructions (two for the maximum, nine
-for the rounding, two for the sign, the rest unpacking, packing and the scale), 11 of them on the integer pipe. At 64 of
-these a cycle and SM the floor leaves time for 9: mxfp4 is bound by instructions as much as by bytes. mxfp8 has 18, and
-time for 11.
+for the rounding, two for the sign, the rest for unpacking, packing and the scale), 11 of them on the integer pipe. At
+64 of these per cycle and SM, the lower bound leaves time for 9: mxfp4 is bound by instructions as much as by bytes.
+mxfp8 has 18, and time for 11.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .codec import (
 def load_bits(
     x_ptr, row, col, rows, dim, stride_xm, stride_xn, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """A tile of x as fp32 bits; zeros where x has ended."""
+    """Loads a tile of x as fp32 bits, with zeros out of bounds."""
     m, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     mask = None if EVEN else (m < rows)[:, None] & (n < dim)[None, :]
     at = x_ptr + m[:, None] * stride_xm + n[None, :] * stride_xn
@@ -48,8 +48,8 @@ def load_bits(
 
 @triton.jit
 def corner(columns, BACKWARDS: tl.constexpr, ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first row and column of this CTA's tile. ONE: a row has one tile, which saves a division. BACKWARDS: the last
-    tile comes first, as after a pass over x, which leaves its end in L2."""
+    """The first row and column of this CTA's tile. ONE: a row has one tile, which saves a division. BACKWARDS: tiles in
+    reverse order, for a second pass over x, because the first leaves the end of x in L2."""
     tile = tl.program_id(0)
     if BACKWARDS:
         tile = tl.num_programs(0) - 1 - tile
@@ -61,7 +61,7 @@ def corner(columns, BACKWARDS: tl.constexpr, ONE: tl.constexpr, BLOCK_M: tl.cons
 
 @triton.jit
 def store_tile(ptr, tile, row, col, rows, columns, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile of a row-major matrix."""
+    """Stores a tile of a row-major matrix."""
     m, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     mask = None if EVEN else (m < rows)[:, None] & (n < columns)[None, :]
     tl.store(ptr + m[:, None] * columns + n[None, :], tile, mask=mask)
@@ -69,22 +69,22 @@ def store_tile(ptr, tile, row, col, rows, columns, EVEN: tl.constexpr, BLOCK_M: 
 
 @triton.jit
 def zero_unless(finite, packed, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
-    """A packed tile, with zeros in the blocks that are not finite."""
+    """The packed tile, with zeros in the blocks that are not finite."""
     blocks = tl.reshape(packed, [BLOCK_M, BLOCK_N // BLOCK, BLOCK])
     return tl.reshape(tl.where(finite[:, :, None], blocks, 0), [BLOCK_M, BLOCK_N])
 
 
 @triton.jit
 def tensor_scale_of(amax_ptr):
-    """NVFP4's scale of the tensor from the fp32 bits of its largest magnitude: a product with 1 / (448 · 6)."""
+    """NVFP4's tensor scale: the largest magnitude, whose fp32 bits are at amax_ptr, times 1 / (448 · 6)."""
     amax = tl.load(amax_ptr).to(tl.float32, bitcast=True)
     return tl.where(amax > 0, tl.maximum(amax * (1 / 2688), SMALLEST_TENSOR_SCALE), 1.0)
 
 
 @triton.jit
 def with_tensor_scale(amax, tensor_scale_ptr, amax_ptr):
-    """Magnitudes of blocks, and NVFP4's scale of the tensor: made of an amax_ptr and written, else read. If it is
-    unusable all blocks count as not finite."""
+    """Returns amax of the blocks and NVFP4's tensor scale, which is computed and stored with an amax_ptr, else loaded.
+    If the scale is invalid, all blocks count as not finite."""
     if amax_ptr is not None:
         tensor_scale = tensor_scale_of(amax_ptr)
         tl.store(tensor_scale_ptr, tensor_scale, mask=tl.program_id(0) == 0)
@@ -110,8 +110,8 @@ def _mxfp_amax_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The largest magnitude of the finite elements as its bits, which order like the numbers, into an int32 that begins
-    as zero. The order in which CTAs arrive changes nothing."""
+    """Atomic maximum of the finite magnitudes, as fp32 bits, which are ordered as the values, into an int32 initialised
+    with zero. The result does not depend on the order of CTAs."""
     row, col = corner(dim, False, ONE, BLOCK_M, BLOCK_N)
     bits = load_bits(x_ptr, row, col, rows, dim, stride_xm, stride_xn, EVEN, BLOCK_M, BLOCK_N) & 0x7FFFFFFF
     tl.atomic_max(amax_ptr, tl.max(tl.where(bits < NOT_FINITE, bits, 0)), sem="relaxed")
@@ -143,9 +143,9 @@ def _mxfp_quantize_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """x [rows, dim] to data and scales of rows of `padded` elements, the next multiple of BLOCK.
+    """Quantises x [rows, dim] to data and scales of rows of `padded` elements, dim rounded up to a multiple of BLOCK.
 
-    tensor_scale_ptr  None unless nvfp4; with an amax_ptr it is written, else read
+    tensor_scale_ptr  None unless nvfp4; with an amax_ptr the scale is stored, else loaded
     """
     row, col = corner(padded, amax_ptr is not None, ONE, BLOCK_M, BLOCK_N)
     bits = load_bits(x_ptr, row, col, rows, dim, stride_xm, stride_xn, EVEN, BLOCK_M, BLOCK_N)
@@ -153,7 +153,7 @@ def _mxfp_quantize_kernel(
     amax = tl.max(blocks & 0x7FFFFFFF, axis=2)
     if tensor_scale_ptr is not None:
         amax, tensor_scale = with_tensor_scale(amax, tensor_scale_ptr, amax_ptr)
-    # A block with a NaN or an infinity: its scale is NaN, its data are zeros, which they become once they are packed.
+    # A block with a NaN or an infinity has the scale NaN, and zeros as data, which are set after packing.
     finite = amax < NOT_FINITE
     amax = tl.where(finite, amax, 0)
     if tensor_scale_ptr is not None:

@@ -1,4 +1,4 @@
-"""The public functions: checks, the lean eager call, registration with torch.library."""
+"""The public functions: argument checks, the fast eager path, registration with torch.library."""
 
 from __future__ import annotations
 
@@ -24,44 +24,47 @@ def mxfp(
     tensor_scale: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, ...]:
-    """Quantises blocks of one dimension to elements of 8, 6 or 4 bits with a shared scale: x ≈ element · scale
+    """Quantises blocks along one dimension to elements of 8, 6 or 4 bits with a shared scale, x ≈ element · scale
     (`mxfp_dequantize`).
 
-        mxfp*   scale = 2^(floor(log2 amax) - emax), at least 2^-127    amax: the largest magnitude of the block of 32,
-                                                                        emax: the exponent of the largest element
+        mxfp*   scale = 2^(floor(log2 amax) - emax), at least 2^-127    amax: largest magnitude of the block of 32,
+                                                                        emax: exponent of the format's largest value
         nvfp4   tensor_scale = max(amax(x) · (1 / 2688), 2^-117)        1 where amax(x) is 0; 2688 = 448 · 6
                 scale = e4m3(amax / (tensor_scale · 6)), 2^-9 to 448    amax: of the block of 16
         element = x / scale, or x · (1 / (scale · tensor_scale)), rounded to nearest, ties to even, saturating
 
-    That is section 6.3 of the OCP Microscaling Formats specification 1.0 and, for nvfp4, the recipe of NVIDIA 2025
-    (arXiv:2509.25149, appendix C). Each step of nvfp4 is rounded to fp32; the rest is exact: results are defined to the
-    bit. A block of zeros has the smallest scale. Zeros keep their sign. What the specification leaves open: a block
-    with a NaN or an infinity has the scale NaN, so that all of it is NaN, and elements of zero; amax(x) passes over
-    what is not finite.
+    Each operation of nvfp4 is rounded to fp32 and the rest is exact, so every bit of the results is defined. A block of
+    zeros has the smallest scale. Zeros keep their sign. The specification leaves non-finite values open: here a block
+    with a NaN or an infinity has the scale NaN and zero elements, so that all of it is NaN, and amax(x) is taken over
+    the finite elements.
 
-    x             [..., D, ...] fp32, fp16 or bf16, any strides. It is read in place where its other dimensions flatten
-                  to one stride, otherwise copied first.
+    x             [..., D, ...] fp32, fp16 or bf16, any strides. It is read without a copy where its other dimensions
+                  flatten to one stride, otherwise copied first.
     format        "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4" or "nvfp4"
-    stochastic    round up with the probability of the fraction that is rounded off, cut to 16 bits: unbiased
-                  within 2^-16 of a step where nothing saturates. Scales are rounded as before.
-    seed          of Philox, 0 <= seed < 2^63: a result depends on it, on x and on nothing else
-    dim           along which blocks lie. The result is that of x.movedim(dim, -1), contiguous.
-    tensor_scale  fp32 (): nvfp4's is used and not sought, so that x is read once. Where it is below 2^-117 or not
-                  finite, which is seen on the GPU alone, every scale is NaN and every element zero.
-    backend       "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0: bf16 along a dim that is not
-                  the contiguous one, which has an even size, even strides and begins on 16 bytes; rounded to nearest;
-                  of nvfp4 an even number of blocks), or "auto", the faster of those that can run
+    stochastic    round elements up with the probability of the discarded fraction, truncated to 16 bits: unbiased
+                  within 2^-16 of a unit in the last place where nothing saturates. Scales are rounded as before.
+    seed          of Philox, 0 <= seed < 2^63: a result depends only on the seed and on x
+    dim           the dimension that is divided into blocks. The result is that of x.movedim(dim, -1), contiguous.
+    tensor_scale  fp32 (), for nvfp4: use this scale and compute none, so that x is read once. Where it is below 2^-117
+                  or not finite, which is detected only on the GPU, every scale is NaN and every element zero.
+    backend       "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0: bf16, rounded to nearest, dim
+                  not the contiguous dimension; that one has an even size, other strides are even, and x is 16-byte
+                  aligned; nvfp4 with an even number of blocks), or "auto", the faster of those that can run
                   (`configs.pick_backend`). The bits are the same.
 
-    Returns data and scales as uint8 and, for nvfp4, tensor_scale. With B = ceil(D / 32), or D / 16, blocks:
-    data          [..., 32 · B] of 8 bits, [..., 24 · B] of 6, [..., 16 · B] of 4, [..., 8 · B] of nvfp4. The last block
-                  is filled up with zeros. Two elements of 4 bits lie in a byte, four of 6 bits in three, the first in
-                  the lowest bits. data.view(torch.float8_e4m3fn), .float8_e5m2 or .float4_e2m1fn_x2 is PyTorch's type.
-    scales        [..., B]: scales.view(torch.float8_e8m0fnu), or .float8_e4m3fn of nvfp4
-    Nothing is differentiable: what to let through is a matter of the layer.
+    Returns data and scales as uint8 and, for nvfp4, tensor_scale. With B = ceil(D / 32) blocks, or ceil(D / 16):
+    data          [..., 32 · B] for 8 bits, [..., 24 · B] for 6, [..., 16 · B] for 4, [..., 8 · B] for nvfp4. The last
+                  block is padded with zeros. Two elements of 4 bits are packed in a byte, four of 6 bits in three, the
+                  first in the lowest bits. PyTorch's type: data.view(torch.float8_e4m3fn), .float8_e5m2 or
+                  .float4_e2m1fn_x2.
+    scales        [..., B]: scales.view(torch.float8_e8m0fnu), or .float8_e4m3fn for nvfp4
+    Not differentiable: a straight-through estimator, if any, belongs to the layer.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter and for backend="cuda" where it cannot run.
+
+    Sources: OCP Microscaling Formats specification 1.0, section 6.3; for nvfp4 NVIDIA 2025, arXiv:2509.25149,
+    appendix C.
     """
     if lean(x, tensor_scale):
         made = _quantize_plan(x, tensor_scale, format, stochastic, dim, seed, backend)(x, tensor_scale, seed)
@@ -80,16 +83,18 @@ def mxfp_dequantize(
     tensor_scale: torch.Tensor | None = None,
     size: int | None = None,
 ) -> torch.Tensor:
-    """element · scale, times tensor_scale for nvfp4, in fp32 and rounded to dtype: the way back from `mxfp`.
+    """Dequantises the results of `mxfp`.
+
+        y = element · scale, for nvfp4 · tensor_scale, in fp32, rounded to dtype
 
     data          uint8 [..., bytes of B blocks], as `mxfp` returns them; any strides
     scales        uint8 [..., B]
+    format        that of `mxfp`
     dtype         of the result: fp32, fp16 (which may overflow) or bf16
-    tensor_scale  fp32 (), for nvfp4 alone, which needs it
-    size          D, where the last block is not full; by default all of it is returned
+    tensor_scale  fp32 (), required for nvfp4 and only allowed there
+    size          D, where the last block is partial; by default whole blocks are returned
 
-    Returns [..., size], contiguous; NaN where an element or its scale is NaN. Nothing is differentiable. Raises as
-    `mxfp`.
+    Returns [..., size], contiguous; NaN where an element or its scale is NaN. Not differentiable. Raises as `mxfp`.
     """
     if lean(data, scales, tensor_scale):
         return _dequantize_plan(data, scales, tensor_scale, format, dtype, size)(data, scales, tensor_scale)
@@ -98,7 +103,7 @@ def mxfp_dequantize(
 
 
 def _plain(tensor):
-    """Without its gradient; as it is where it has none, for a subclass may give up its wrapper when it is detached."""
+    """The tensor, detached only if it requires a gradient, because detaching may unwrap a tensor subclass."""
     return tensor.detach() if tensor is not None and tensor.requires_grad else tensor
 
 
@@ -146,7 +151,7 @@ def _check_tensor_scale(function: str, tensor_scale, of: torch.Tensor, format: s
 
 
 def _check_dequantize(data, scales, tensor_scale, format, dtype, size):
-    """Returns the size of the result's rows."""
+    """Checks the arguments of `mxfp_dequantize` and returns the size of the result's rows."""
     function = "mxfp_dequantize"
     _check_format(function, format)
     for name, tensor in (("data", data), ("scales", scales)):
@@ -178,7 +183,7 @@ def _check_dequantize(data, scales, tensor_scale, format, dtype, size):
 
 
 def _quantize_plan(x, tensor_scale, format, stochastic, dim, seed, backend):
-    """The plan for these arguments, kept if they are plain tensors. The seed is no part of its key."""
+    """The cached plan for these arguments. For plain tensors only. The seed is not part of its key."""
     key = (signature(x), signature(tensor_scale), format, stochastic, dim, backend)
     plan = _QUANTIZE.find(key)
     if plan is None:
@@ -190,7 +195,7 @@ def _quantize_plan(x, tensor_scale, format, stochastic, dim, seed, backend):
 
 
 def _dequantize_plan(data, scales, tensor_scale, format, dtype, size):
-    """The plan for these arguments, kept if they are plain tensors."""
+    """The cached plan for these arguments. For plain tensors only (see `lean`)."""
     key = (signature(data), signature(scales), signature(tensor_scale), format, dtype, size)
     plan = _DEQUANTIZE.find(key)
     if plan is None:

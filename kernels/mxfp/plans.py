@@ -1,4 +1,4 @@
-"""Launch plans of mxfp: everything about a call that does not change with the tensors' contents and addresses."""
+"""Launch plans of mxfp: everything in a call that does not depend on the tensors' values and addresses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Dequantize = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch
 
 
 def result_shapes(x: torch.Tensor, format: str, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the data and of the scales."""
+    """The shapes of data and of scales."""
     layout = FORMATS[format]
     *lead, size = x.movedim(dim, -1).shape
     blocks = layout.blocks(size)
@@ -34,8 +34,9 @@ def result_shapes(x: torch.Tensor, format: str, dim: int) -> tuple[tuple[int, ..
 def quantize_plan(
     x: torch.Tensor, tensor_scale: torch.Tensor | None, format: str, stochastic: bool, dim: int, backend: str
 ) -> Quantize:
-    """Takes (x, tensor_scale, seed) like these and returns data, scales and, for nvfp4 without a tensor_scale, that.
-    Inputs as `op` has checked them. RuntimeError where `backend` cannot take them."""
+    """Returns a function of (x, tensor_scale, seed), for all tensors with these signatures. It returns data, scales
+    and, for nvfp4 without a given tensor_scale, tensor_scale. `op` has checked the inputs. Raises RuntimeError where
+    `backend` does not support them."""
     layout, device = FORMATS[format], x.device
     data_shape, scale_shape = result_shapes(x, format, dim)
     data_strides, scale_strides = _dense(data_shape), _dense(scale_shape)
@@ -75,11 +76,11 @@ def _no_cuda(x: torch.Tensor, layout: Format, stochastic: bool) -> str | None:
 
 
 def _cuda_launches(x: torch.Tensor, layout: Format, find_scale: bool) -> Callable[..., None]:
-    """As `_quantize_launches`."""
+    """As `_quantize_launches`, in CUDA C++."""
     sms = torch.cuda.get_device_properties(x.device).multi_processor_count
     rows, dim = x.shape
     launch = transposed.launch(x, layout, configs.pick_cuda_config(rows, dim, layout.width, sms))
-    find = _amax_launch(_flat(x.t(), 2), layout) if find_scale else None  # in the order of memory
+    find = _amax_launch(_flat(x.t(), 2), layout) if find_scale else None  # x.t() has unit inner stride
 
     def write(x, data, scales, tensor_scale, seed: int) -> None:
         launch(x, data, scales, tensor_scale, _largest(find, x))
@@ -88,8 +89,8 @@ def _cuda_launches(x: torch.Tensor, layout: Format, find_scale: bool) -> Callabl
 
 
 def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_scale: bool) -> Callable[..., None]:
-    """Takes (x, data, scales, tensor_scale, seed). x [rows, dim]. Where the scale of the tensor is to be found, another
-    launch before seeks the largest magnitude."""
+    """Returns a function of (x, data, scales, tensor_scale, seed), x [rows, dim]. With find_scale a launch for the
+    largest magnitude comes first."""
     x = _flat(x, layout.block)
     find = _amax_launch(x, layout) if find_scale else None
     words = False
@@ -126,7 +127,7 @@ def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_s
 
 
 def _amax_launch(x: torch.Tensor, layout: Format) -> Launch:
-    """Takes (x, amax), x [rows, dim]."""
+    """The launch for the largest magnitude, a function of (x, amax), x [rows, dim]."""
     rows, dim = x.shape
     if _pairs_config(x, 2):
         config = configs.pick_amax(rows, dim)
@@ -138,7 +139,7 @@ def _amax_launch(x: torch.Tensor, layout: Format) -> Launch:
 
 
 def _largest(find: Launch | None, x: torch.Tensor) -> torch.Tensor | None:
-    """The largest finite magnitude of x as the bits of fp32, where that is sought."""
+    """Computes the largest finite magnitude of x as fp32 bits; None without a launch for it."""
     if find is None:
         return None
     amax = torch.empty_strided((), (), dtype=torch.int32, device=x.device).zero_()
@@ -147,12 +148,12 @@ def _largest(find: Launch | None, x: torch.Tensor) -> torch.Tensor | None:
 
 
 def _flat(x: torch.Tensor, block: int) -> torch.Tensor:
-    """In rows of FLAT elements, where its own do not matter."""
+    """x as rows of FLAT elements, where the result does not depend on its own rows."""
     return _in_rows(x, FLAT) if x.shape[1] % block == 0 else x
 
 
 def _in_rows(x: torch.Tensor, length: int) -> torch.Tensor:
-    """In rows of this many elements, where x has no gaps."""
+    """x as rows of `length` elements, where x is contiguous and divisible."""
     return x.view(-1, length) if x.is_contiguous() and x.numel() % length == 0 else x
 
 
@@ -174,7 +175,7 @@ def _grid(config: configs.Config, rows: int, dim: int) -> tuple[int]:
 
 
 def _tile(config: configs.Config, rows: int, dim: int) -> dict[str, int]:
-    """Of rows of `dim` elements. Tiles are whole blocks, so that the zeros that fill up the last one add no tile."""
+    """The constexprs of a tile. Tiles consist of whole blocks, so that the padding of the last block adds no tile."""
     return {
         "EVEN": rows % config.block_m == 0 and dim % config.block_n == 0,
         "ONE": dim <= config.block_n,
@@ -185,7 +186,7 @@ def _tile(config: configs.Config, rows: int, dim: int) -> dict[str, int]:
 
 
 def _signed(number: int) -> int:
-    """Its lower 32 bits as an int32."""
+    """The lower 32 bits of `number` as an int32."""
     return ((number + 0x80000000) & 0xFFFFFFFF) - 0x80000000
 
 
@@ -197,7 +198,8 @@ def dequantize_plan(
     dtype: torch.dtype,
     size: int,
 ) -> Dequantize:
-    """Takes (data, scales, tensor_scale) like these and returns [..., size]. Inputs as `op` has checked them."""
+    """Returns a function of (data, scales, tensor_scale) that returns y [..., size], for all tensors with these
+    signatures. `op` has checked the inputs."""
     layout, device = FORMATS[format], data.device
     shape = (*data.shape[:-1], size)
     strides = _dense(shape)
@@ -227,7 +229,7 @@ def dequantize_plan(
 def _dequantize_launch(
     rows: int, dim: int, padded: int, layout: Format, dtype: torch.dtype, data: torch.Tensor
 ) -> Launch:
-    """Takes (data, scales, tensor_scale, y), contiguous, data of 6 bits as words; y [rows, dim]."""
+    """The launch, a function of (data, scales, tensor_scale, y [rows, dim]), all contiguous; 6-bit data are words."""
     if dim == padded and rows * padded % FLAT == 0:
         rows, dim, padded = rows * padded // FLAT, FLAT, FLAT
     config = configs.pick_dequantize_config(rows, dim, layout.width, dtype, _capability(data))
@@ -250,7 +252,7 @@ def _dequantize_launch(
 
 
 def _dequantize_pairs_launch(units: int, layout: Format, config: configs.UnitsConfig, device: torch.device) -> Launch:
-    """As `_dequantize_launch`, of units of eight elements, data as bytes."""
+    """As `_dequantize_launch`, for units of eight elements; data are bytes."""
     return Launch(
         _mxfp_dequantize_pairs_kernel,
         (triton.cdiv(units, config.units),),
@@ -267,8 +269,8 @@ def _dequantize_pairs_launch(units: int, layout: Format, config: configs.UnitsCo
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """Contiguous bytes as int32, copied where they do not begin on a 16-byte boundary, which is part of a plan's key.
-    Flat, because the stride of a dimension of size 1 is arbitrary, and `view` refuses some."""
+    """Contiguous bytes as int32, copied where they are not 16-byte aligned, which is part of a plan's key. Flattened
+    first, because a dimension of size 1 may have a stride that `view` rejects."""
     flat = data.view(-1)
     return (flat if flat.data_ptr() % 16 == 0 else flat.clone()).view(torch.int32)
 
@@ -278,11 +280,11 @@ def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _matrix(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """[rows, elements of dim]: a view where the strides allow it, otherwise a copy."""
+    """x as [rows, size of dim]: a view where the strides allow it, otherwise a copy."""
     x = x.movedim(dim, -1)
     return x.reshape(-1, x.shape[-1])
 
 
 def _capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """The interpreter stands for an sm_80."""
+    """The compute capability; (8, 0) in the interpreter."""
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 0)

@@ -1,5 +1,5 @@
-"""The formats written out in plain PyTorch: the oracle, and slow. Values are looked up in tables in fp64 and never
-computed from bits, so that nothing here is shared with the kernels."""
+"""The formats in plain PyTorch: the oracle. It is slow. Values are looked up in fp64 tables and never computed from
+bits, so that it shares no algorithm with the kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS = {
 
 
 def values(exponent_bits: int, mantissa_bits: int, bias: int) -> list[float]:
-    """The number that each code without a sign stands for (OCP MX 1.0, section 5.3, and OFP8 for those of 8 bits)."""
+    """The value of each code without a sign (OCP MX 1.0, section 5.3, and OFP8 for the 8-bit formats)."""
     found = []
     for code in range(1 << (exponent_bits + mantissa_bits)):
         exponent, mantissa = divmod(code, 1 << mantissa_bits)
@@ -75,13 +75,13 @@ def mxfp_reference(
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """Exact, in fp64, from -127 to 127."""
+    """2^exponent in fp64, exact, for exponents from -127 to 127."""
     powers = [math.ldexp(1.0, e) for e in range(-127, 128)]
     return torch.tensor(powers, dtype=torch.float64, device=exponent.device)[exponent.long() + 127]
 
 
 def _nearest(magnitude: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The code of the number in the table that is nearest; of two that are equally near the even one."""
+    """The code of the nearest value in the table; the even code for a tie."""
     middles = (table[1:] + table[:-1]) / 2
     low = torch.searchsorted(middles, magnitude, right=False)
     high = torch.searchsorted(middles, magnitude, right=True)
@@ -89,8 +89,8 @@ def _nearest(magnitude: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def _stochastic(magnitude: torch.Tensor, table: torch.Tensor, seed: int) -> torch.Tensor:
-    """The code below or above: above where the fraction of a step, cut to 16 bits, and a random number of as many bits
-    have a sum of at least 1."""
+    """The code below or above: above where the fraction of the interval, truncated to 16 bits, plus a random 16-bit
+    fraction is at least 1."""
     below = torch.searchsorted(table, magnitude, right=True) - 1
     above = (below + 1).clamp(max=len(table) - 1)
     step = torch.where(above > below, table[above] - table[below], 1)
@@ -100,15 +100,15 @@ def _stochastic(magnitude: torch.Tensor, table: torch.Tensor, seed: int) -> torc
 
 
 def _philox(count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """16 random bits for each of `count` elements: number i is half i % 2, the lower one first, of word i // 2 % 4 of
-    Philox-4x32-10 (Salmon et al. 2011) at counter i // 8. The key is the seed."""
+    """16 random bits for each of `count` elements. Those of element i are half i % 2, the lower one first, of word
+    i // 2 % 4 of Philox-4x32-10 (Salmon et al. 2011) at counter i // 8. The key is the seed."""
     mask = 0xFFFFFFFF
     index = torch.arange((count + 7) // 8, device=device)
     zero = torch.zeros_like(index)
     c = [index & mask, index >> 32, zero, zero]
     key = [seed & mask, (seed >> 32) & mask]
     for _ in range(10):
-        # Products of 32 by 32 bits wrap in int64, which keeps all 64 bits of them.
+        # Products of 32 by 32 bits wrap to negative int64, but keep all 64 bits.
         left, right = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
         high_left, high_right = (left >> 32) & mask, (right >> 32) & mask
         c = [high_right ^ c[1] ^ key[0], right & mask, high_left ^ c[3] ^ key[1], left & mask]
@@ -118,13 +118,13 @@ def _philox(count: int, seed: int, device: torch.device) -> torch.Tensor:
 
 
 def _tensor_scale(x: torch.Tensor) -> torch.Tensor:
-    """amax / (448 · 6) in fp32, of the finite elements, so that the largest scale of a block is e4m3's 448."""
+    """amax / (448 · 6) of the finite elements, in fp32, so that the largest scale of a block is e4m3's 448."""
     amax = torch.where(x.isfinite(), x.abs(), 0).amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
     return torch.where(amax > 0, (amax * (1 / 2688)).clamp(min=2.0**-117), 1.0)
 
 
 def _nv_scale(amax: torch.Tensor, tensor_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The e4m3 codes of the blocks' scales, and 1 / (scale · tensor_scale), each step rounded to fp32."""
+    """The e4m3 codes of the blocks' scales, and 1 / (scale · tensor_scale), each operation rounded to fp32."""
     table = torch.tensor(values(4, 3, 7)[:-1], dtype=torch.float64, device=amax.device)
     wanted = amax.float() / (tensor_scale * 6)
     code = _nearest(wanted.double(), table).clamp(min=1)
@@ -132,7 +132,7 @@ def _nv_scale(amax: torch.Tensor, tensor_scale: torch.Tensor) -> tuple[torch.Ten
 
 
 def _pack(code: torch.Tensor, width: int) -> torch.Tensor:
-    """Bytes of codes of that many bits along the last dimension, the first in the lowest bits."""
+    """Packs codes of `width` bits into bytes along the last dimension, the first in the lowest bits."""
     if width == 8:
         return code.to(torch.uint8)
     if width == 4:
@@ -162,7 +162,7 @@ def mxfp_dequantize_reference(
     tensor_scale: torch.Tensor | None = None,
     size: int | None = None,
 ) -> torch.Tensor:
-    """In fp64 up to the last rounding, but for the product with the tensor's scale, which is rounded to fp32."""
+    """Computes in fp64 up to the last rounding, except that the product with the tensor scale is rounded to fp32."""
     exponent_bits, mantissa_bits, bias, block = FORMATS[format]
     positive = torch.tensor(values(exponent_bits, mantissa_bits, bias), dtype=torch.float64, device=data.device)
     table = torch.cat([positive, -positive])

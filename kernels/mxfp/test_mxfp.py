@@ -1,4 +1,4 @@
-"""What is special to mxfp: every bit of the result is defined, so results are compared bit for bit.
+"""Properties specific to mxfp: every bit of the result is defined, so results are compared bit for bit.
 
 The reference looks values up in tables in fp64; here these tables are held against PyTorch's own types.
 """
@@ -28,7 +28,7 @@ SIXTEEN = pytest.mark.parametrize(
 
 
 def wild(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Numbers of many magnitudes, with a few that are zero, subnormal or not finite."""
+    """Values of many magnitudes, with a few that are zero, subnormal or not finite."""
     x = torch.randn(shape, device=DEVICE) * torch.exp(3 * torch.randn(shape, device=DEVICE))
     flat = x.view(-1)
     for index, value in enumerate((NAN, 0.0, INF, -0.0, -INF, 1e-40, -1e-7)):
@@ -38,7 +38,7 @@ def wild(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def assert_same(mine: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> None:
-    """Bit for bit."""
+    """Asserts equal bits."""
     assert len(mine) == len(other)
     for a, b in zip(mine, other, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
@@ -46,7 +46,7 @@ def assert_same(mine: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...])
 
 
 def every_number(dtype: torch.dtype | str) -> torch.Tensor:
-    """All numbers of 16 bits."""
+    """All values of a 16-bit dtype."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=DEVICE)
     if dtype == "bf16 as fp32":
         return (bits << 16).view(torch.float32)
@@ -60,8 +60,8 @@ def scales_of(format: str) -> dict[str, torch.Tensor]:
 @SIXTEEN
 @EVERY
 def test_every_number_of_16_bits_alone_in_its_block(format, dtype):
-    """Its scale, and its rounding under that."""
-    x = every_number(dtype)[-(2**15) :, None]  # the others differ in their sign alone
+    """Tests its scale and its rounding with that scale."""
+    x = every_number(dtype)[-(2**15) :, None]  # the others differ only in sign
     for options in ({}, *([scales_of(format)] if format == "nvfp4" else [])):
         assert_same(mxfp(x, format, **options), mxfp_reference(x, format, **options))
 
@@ -70,9 +70,9 @@ def test_every_number_of_16_bits_alone_in_its_block(format, dtype):
 @SIXTEEN
 @EVERY
 def test_every_number_of_16_bits_under_a_larger_one(format, dtype):
-    """Each rounding to normal and subnormal elements, ties, and zero: number by number below the first of a block."""
+    """Rounding to normal and subnormal elements, ties, and to zero: the first element of a block fixes the scale."""
     x = every_number(dtype)
-    x, together = x[x.isfinite()], FORMATS[format].block - 1  # neighbours, of about the same magnitude
+    x, together = x[x.isfinite()], FORMATS[format].block - 1  # adjacent values, of about the same magnitude
     x = torch.cat([x, x.new_zeros(-len(x) % together)]).view(-1, together)
     for factor in (1.0, 1.9, 2.0**3, 2.0**7, 2.0**17):
         largest = (x.float().abs().amax(1, keepdim=True) * factor).clamp(max=6e4).to(x.dtype)
@@ -84,7 +84,7 @@ def test_every_number_of_16_bits_under_a_larger_one(format, dtype):
 @SIXTEEN
 @MX
 def test_every_number_of_16_bits_under_every_scale(format, dtype):
-    """Every pair of a scale and a number that does not change it."""
+    """Every pair of a scale and a value that does not change it."""
     x = every_number(dtype)
     x = x[x.isfinite()]
     largest = x[(x > 0) & (torch.frexp(x.float()).mantissa == 0.5)]
@@ -131,7 +131,7 @@ def test_another_dimension_is_the_transpose_quantised(format):
 
 @pytest.mark.parametrize(("format", "dtype"), [("mxfp8_e4m3", torch.float8_e4m3fn), ("mxfp8_e5m2", torch.float8_e5m2)])
 def test_data_and_scales_are_pytorchs_own_types(format, dtype):
-    """The tables of the reference too: what they hold is what these types mean."""
+    """Tests the tables of the reference too: they hold the values of these types."""
     codes = torch.arange(256, dtype=torch.uint8)
     exponent_bits, mantissa_bits, bias, _ = WRITTEN[format]
     table = torch.tensor(values(exponent_bits, mantissa_bits, bias))
@@ -157,7 +157,7 @@ def test_dequantise_knows_every_code_and_every_scale(format):
 
 @EVERY
 def test_what_dequantise_returns_is_quantised_to_itself(format):
-    """But for a block whose largest element has not the largest exponent, whose scale is then another."""
+    """Except blocks whose largest element does not have the largest exponent: their scale differs."""
     data, scales, *rest = mxfp(torch.randn(33, 256, device=DEVICE), format)
     given = dict(zip(("tensor_scale",), rest, strict=False))
     y = mxfp_dequantize(data, scales, format, **given)
@@ -173,7 +173,7 @@ def test_dequantised_it_is_within_half_a_step(format):
     y = mxfp_dequantize(data, scales, format, **dict(zip(("tensor_scale",), rest, strict=False)))
     blocks, wrong = (t.view(40, -1, layout.block) for t in (x, y - x))
     amax = blocks.abs().amax(-1, keepdim=True)
-    # A quarter of the largest is lost where it saturates; else half a step, of which the smallest is a share of amax.
+    # Saturation loses up to a quarter of the largest value, rounding half the spacing, whose minimum scales with amax.
     bound = torch.maximum(blocks.abs() * 2.0 ** -(layout.mantissa + 1), amax / layout.largest)
     bound = torch.where(blocks.abs() > amax * 0.7, amax * 0.26, bound)
     assert (wrong.abs() <= bound).all()
@@ -194,7 +194,7 @@ def test_zeros_keep_their_sign_and_have_the_smallest_scale(format):
 def test_what_is_not_finite_makes_its_block_nan_and_harms_no_other(format, value):
     x = torch.randn(4, 128, device=DEVICE)
     x[:, 1:] = x[:, 1:].clamp(-2, 2)
-    x[0, 0] = 2.5  # keeps the largest of the tensor where it was
+    x[0, 0] = 2.5  # the largest magnitude of the tensor, which the special value must not change
     clean = mxfp(x, format)
     broken = x.clone()
     broken[2, 70] = value
@@ -237,15 +237,15 @@ def test_a_scale_of_the_tensor_that_is_given_is_used_as_it_is():
 
 @EVERY
 def test_stochastic_rounding_is_unbiased_seeded_and_reproducible(format):
-    """The mean of many roundings is x, within five standard deviations."""
+    """The mean of many rounded values is x, within five standard deviations."""
     layout, rounds = FORMATS[format], 64
     numbers = torch.rand(16, 2 * layout.block, device=DEVICE) * layout.largest
-    numbers[:, :: layout.block] = layout.largest  # fixes the scale at 1, and nothing saturates
+    numbers[:, :: layout.block] = layout.largest  # fixes the scale at 1, without saturation
     numbers[:, 1:5] *= 2.0 ** (1 - layout.bias) / layout.largest  # subnormal
     one = {"tensor_scale": torch.tensor(1 / 448, device=DEVICE)} if format == "nvfp4" else {}
     data, scales, *_ = mxfp(numbers.repeat(rounds, 1), format, stochastic=True, seed=5, **one)
     mean = mxfp_dequantize(data, scales, format, **one).view(rounds, *numbers.shape).mean(0)
-    # The variance of one rounding is at most a quarter of a step squared.
+    # The variance of one rounding is at most a quarter of the squared spacing.
     step = torch.maximum(2.0 ** torch.floor(torch.log2(numbers)), numbers.new_tensor(2.0 ** (1 - layout.bias)))
     bias = (mean - numbers) / (step * 2.0**-layout.mantissa / 2 / rounds**0.5)
     assert bias.abs().max() < 5.5 and bias.mean().abs() < 5 / numbers.numel() ** 0.5
@@ -311,7 +311,7 @@ def test_nothing_is_differentiable_and_autocast_changes_nothing():
 )
 def test_bad_input_raises_an_error_that_names_it(arguments, error, words):
     arguments = {n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
-    for _ in range(2):  # also when there is a plan for the right arguments
+    for _ in range(2):  # also when a plan for correct arguments is cached
         with pytest.raises(error, match=words):
             mxfp(**{"x": torch.randn(3, 8, device=DEVICE), **arguments})
         mxfp(torch.randn(3, 8, device=DEVICE))
@@ -348,7 +348,7 @@ def test_every_size_has_a_configuration_of_whole_blocks(dtype, capability):
 
 @EVERY
 def test_dequantises_rows_of_several_tiles(format):
-    """Which end within a block, and so are not read as rows of another size."""
+    """The rows end within a block, so they cannot be viewed as rows of another size."""
     data, scales, *rest = mxfp(torch.randn(9, 1050, device=DEVICE), format)
     given = dict(zip(("tensor_scale",), rest, strict=False), size=1050)
     want = mxfp_dequantize_reference(data, scales, format, **given)
@@ -357,7 +357,7 @@ def test_dequantises_rows_of_several_tiles(format):
 
 @EVERY
 def test_dequantizes_a_row_of_a_wider_tensor(format):
-    """One row is contiguous whatever its stride is, also one that is no multiple of the words of 6 bits."""
+    """A single row is contiguous for any stride, also one that is not a multiple of a word of 6-bit data."""
     data, scales, *rest = mxfp(wild(3, 70), format)
     given = dict(zip(("tensor_scale",), rest, strict=False))
     wide = torch.nn.functional.pad(data, (0, 1))[:1, :-1]
@@ -372,7 +372,7 @@ def test_dequantizes_a_row_of_a_wider_tensor(format):
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4"])
 def test_a_row_that_ends_just_below_two_to_the_31(format):
-    """Its number of tiles, rounded up in 32 bits, would be negative."""
+    """Rounding up the number of tiles in 32 bits would give a negative number."""
     x = torch.randn(2**31 - 32, device="cuda", dtype=torch.bfloat16)
     data, scales = mxfp(x, format)
     y = mxfp_dequantize(data, scales, format, torch.bfloat16)
@@ -387,7 +387,7 @@ def test_a_row_that_ends_just_below_two_to_the_31(format):
 @pytest.mark.gpu
 @EVERY
 def test_more_than_two_to_the_31_elements(format):
-    """Offsets are 64 bits wide: the last rows lie past what 32 reach."""
+    """Offsets have 64 bits: those of the last rows exceed 32."""
     x = torch.randn(2**31 // 8192 + 130, 8190, device="cuda", dtype=torch.bfloat16)
     data, scales, *rest = mxfp(x, format)
     given = dict(zip(("tensor_scale",), rest, strict=False))
@@ -402,7 +402,7 @@ def test_more_than_two_to_the_31_elements(format):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compute-sanitizer does this on a GPU")
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp6_e3m2", "mxfp4"])
 def test_dequantisation_reads_within_its_tensors(format: str) -> None:
-    """A tile has more rows than there are, and more columns."""
+    """The tile has more rows and more columns than the tensor."""
     x = torch.randn(5, 96)
     tile = configs.pick_dequantize_config(5, 96, 6, torch.float32, (8, 0))
     assert tile.block_m > 5 and tile.block_n > 96

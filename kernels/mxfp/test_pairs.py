@@ -1,6 +1,6 @@
-"""The versions that keep two numbers in a register, which take Hopper's instructions.
+"""The versions with two elements per register, which use Hopper's instructions.
 
-Without a GPU the interpreter runs them, with these instructions written out as integers, fp16, fp32 and fp64.
+Without a GPU the interpreter runs them, with these instructions emulated in integers, fp16, fp32 and fp64.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _halves(a):
 
 @triton.jit
 def _rounded(x):
-    """fp32 to the bits of bf16."""
+    """Rounds fp32 to bf16 and returns the bits."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == x, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF, 0x7FC0)
 
@@ -58,7 +58,7 @@ def _larger(a, b):
 
 @triton.jit
 def _larger_signed(a, b):
-    return _larger(a ^ -0x7FFF8000, b ^ -0x7FFF8000) ^ -0x7FFF8000  # both halves' signs turned
+    return _larger(a ^ -0x7FFF8000, b ^ -0x7FFF8000) ^ -0x7FFF8000  # flips the sign bits of both halves
 
 
 @triton.jit
@@ -75,8 +75,8 @@ def _product(a, b):
 
 @triton.jit
 def _product_and_sum(a, b, c):
-    """Products are exact in fp32, and so are the sums that are near a tie of bf16."""
-    b, c = a * 0 + b, a * 0 + c  # numbers in Python become tensors
+    """Products are exact in fp32, and so are sums close to a tie of bf16."""
+    b, c = a * 0 + b, a * 0 + c  # Python numbers become tensors
     (a0, a1), (b0, b1), (c0, c1) = _halves(a), _halves(b), _halves(c)
     return _rounded(_wide(a0) * _wide(b0) + _wide(c0)) | (_rounded(_wide(a1) * _wide(b1) + _wide(c1)) << 16)
 
@@ -174,7 +174,7 @@ WRITTEN = (
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of an sm_90, and without a GPU its instructions."""
+    """Selects the plan of sm_90; without a GPU its instructions are emulated."""
     if DEVICE == "cuda":
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("needs compute capability 9.0")
@@ -213,14 +213,14 @@ def test_it_is_right(format: str, shape: tuple[int, int], hopper) -> None:
 
 @pytest.mark.parametrize("scale", [1e-3, 0.37, 1e5, 2.0**-120, float("nan")])
 def test_a_scale_of_the_tensor_that_is_given(scale: float, hopper) -> None:
-    """Small ones make products that no element holds."""
+    """With small scales the products exceed the range of the elements."""
     x, given = numbers(16, 64), {"tensor_scale": torch.tensor(scale, device=DEVICE)}
     mine, exact = mxfp(x, "nvfp4", **given), mxfp_reference(x, "nvfp4", **given)
     assert torch.equal(mine[0], exact[0]) and torch.equal(mine[1], exact[1])
 
 
 def test_the_largest_magnitude_may_be_in_any_tile(hopper) -> None:
-    """Of rows with gaps, which are no rows of 512."""
+    """Rows with gaps, which cannot be viewed as rows of 512."""
     x = torch.ones(40, 1088, dtype=torch.bfloat16, device=DEVICE)[:, :1024]
     tile = configs.pick_amax(40, 1024)
     assert tile.block_m < 40 and tile.block_n < 1024
@@ -238,7 +238,7 @@ def test_rows_of_a_wider_tensor(hopper) -> None:
 
 
 def test_what_is_behind_a_row_does_not_count(hopper) -> None:
-    """Where the largest magnitude is sought, a tile is wider than the row."""
+    """In the reduction for the largest magnitude, a tile is wider than the row."""
     x = torch.full((5, 128), 3e38, dtype=torch.bfloat16, device=DEVICE)
     x[:, :96] = torch.randn(5, 96, device=DEVICE)
     for a, b in zip(mxfp(x[:, :96], "nvfp4"), mxfp_reference(x[:, :96], "nvfp4"), strict=True):
@@ -247,7 +247,7 @@ def test_what_is_behind_a_row_does_not_count(hopper) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_stochastic_rounding(format: str, hopper) -> None:
-    """The bits of the version that every GPU has."""
+    """The bits equal those of the portable version."""
     for shape in ((3, 32), (7, 544)):
         x, options = numbers(*shape), {"stochastic": True, "seed": 2**40 + 5}
         for a, b in zip(mxfp(x, format, **options), mxfp_reference(x, format, **options), strict=True):
@@ -286,7 +286,7 @@ def test_dequantise_knows_every_code_and_every_scale(format: str, dtype: torch.d
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_dequantise_every_size(format: str, hopper) -> None:
-    """Less than a tile, several that end within one, blocks that are not whole, data off a boundary, a transpose."""
+    """Less than a tile, several with a partial tile, partial blocks, unaligned data, a transposed tensor."""
     layout = FORMATS[format]
     given = {"tensor_scale": torch.tensor(0.37, device=DEVICE)} if format == "nvfp4" else {}
     for rows, blocks, size in ((1, 1, None), (3, 5, None), (33, 9, None), (2, 3, 2 * layout.block + 5)):
@@ -303,7 +303,7 @@ def test_dequantise_every_size(format: str, hopper) -> None:
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("format", FORMATS)
 def test_many_random_bits(format: str) -> None:
-    """More tiles than an SM has at a time; rows that are wider than they are long, and whose end is within a tile."""
+    """More tiles than run at once; few wide rows; rows that end within a tile."""
     for rows, dim in ((4096, 1024), (1000, 1056), (3, 8192)):
         wide = numbers(rows, dim + 32)
         for x in (wide[:, :dim], wide[:, :dim].contiguous()):
@@ -316,7 +316,7 @@ def test_many_random_bits(format: str) -> None:
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_further_apart_than_32_bits_reach(format: str) -> None:
-    """Within a tile."""
+    """The rows of one tile are that far apart."""
     x = torch.zeros(5 * 2**30 + 64, dtype=torch.bfloat16, device="cuda").as_strided((6, 64), (2**30, 1))
     x.copy_(numbers(6, 64))
     for a, b in zip(mxfp(x, format), mxfp_reference(x, format), strict=True):
@@ -324,7 +324,7 @@ def test_rows_further_apart_than_32_bits_reach(format: str) -> None:
 
 
 def test_it_compiles_for_hopper_and_does_not_spill() -> None:
-    """A thread keeps what it has loaded: nothing goes through shared memory, but the words of six bits."""
+    """Threads store what they have loaded: only the words of 6-bit data go through shared memory."""
     script = """
 from harness.compiling import ahead
 from kernels.mxfp.bench import SPEC

@@ -1,6 +1,6 @@
-"""The version in CUDA C++ (sm90/transposed.cu): what it takes, that it compiles, and that it is right.
+"""The version in CUDA C++ (sm90/transposed.cu): which problems it supports, that it compiles, and its results.
 
-That is tested on a GPU and on the host, for which the same source is compiled with its PTX written out.
+Results are tested on a GPU and on the host, for which the same source is compiled with its PTX emulated in C++.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EVERY = pytest.mark.parametrize("format", FORMATS)
 ON_HOPPER = pytest.mark.gpu(min_capability=HOPPER)
 ON_THE_HOST = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the host")
 
-# What the kernel takes from CUDA and from instructions.cuh. Threads run one after the other.
+# Replaces what the kernel uses from CUDA and instructions.cuh. Threads run one after another.
 BEFORE = """
 #include <algorithm>
 #include <cmath>
@@ -84,7 +84,7 @@ static u32 to_eight(float x, int mantissa, int bias, double largest) {
 static u32 to_e4m3(float low, float high) { return to_eight(low, 3, 7, 448) | to_eight(high, 3, 7, 448) << 8; }
 static u32 to_e5m2(float low, float high) { return to_eight(low, 2, 15, 57344) | to_eight(high, 2, 15, 57344) << 8; }
 """
-# The second time each thread finds what the others of its warp have left in shared memory.
+# Threads run twice: in the second run each reads what the other threads of its warp wrote to shared memory.
 AFTER = """
 alignas(16) char shared[SHARED];
 extern "C" void run(const Problem* p, int grid) {
@@ -99,7 +99,7 @@ extern "C" void run(const Problem* p, int grid) {
 
 
 class Problem(ctypes.Structure):
-    """As in transposed.cu."""
+    """The struct Problem of transposed.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "data", "scales", "tensor_scale", "amax")),
@@ -124,7 +124,7 @@ def library(format: str, config: configs.CudaConfig) -> ctypes.CDLL:
 def on_the_host(
     x: torch.Tensor, format: str, config: configs.CudaConfig, tensor_scale: float = 0.37, amax: float | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Data and scales of x bf16 [rows, columns], and of nvfp4 tensor_scale, which is written where there is an amax."""
+    """Data and scales of x bf16 [rows, columns] and, for nvfp4, tensor_scale, which is written with an amax."""
     layout = FORMATS[format]
     rows, columns = x.shape
     blocks = layout.blocks(rows)
@@ -140,8 +140,8 @@ def on_the_host(
 
 
 def random_bits(rows: int, columns: int, device: str = "cpu") -> torch.Tensor:
-    """bf16: of every four columns one of random bits, one of those that are finite, one of numbers of like magnitudes,
-    and one of these in which every 37th number is a NaN, an infinity or a zero."""
+    """bf16 in four kinds of columns: random bits, finite random bits, values of similar magnitudes, and the last with
+    every 37th value a NaN, an infinity or a zero."""
     shape = rows, columns
     bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int32, device=device)
     x = bits.to(torch.int16).view(torch.bfloat16)
@@ -155,7 +155,7 @@ def random_bits(rows: int, columns: int, device: str = "cpu") -> torch.Tensor:
 
 
 def every_number() -> torch.Tensor:
-    """All finite numbers of bf16 below a larger one of each of several factors: [32, columns]."""
+    """All finite bf16 values, each in a block with a value larger by one of several factors: [32, columns]."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     x = bits.view(torch.bfloat16)
     x = x[x.isfinite()]
@@ -187,7 +187,7 @@ def test_every_number_of_bf16_on_the_host(format: str) -> None:
 @EVERY
 @pytest.mark.parametrize("config", [configs.CudaConfig(1, 2), configs.CudaConfig(2, 4), configs.CudaConfig(8, 1)])
 def test_every_size_on_the_host(format: str, config: configs.CudaConfig) -> None:
-    """Rows that end within a step, within a tile and on its end; columns that end within a warp and a CTA."""
+    """Rows that end within an iteration, within a tile and at its end; columns that end within a warp and a CTA."""
     for rows, columns in ((1, 2), (32, 64), (31, 66), (129, 128), (224, 190), (256, 318), (300, 64)):
         rows += 16 if format == "nvfp4" and -(-rows // 16) % 2 else 0
         x = random_bits(rows, columns + 6)[:, :columns]
@@ -213,7 +213,7 @@ def reason(**change: object) -> str | None:
 
 
 def test_what_it_takes() -> None:
-    """No GPU is asked: the problem and the capability decide, and last whether there is a compiler."""
+    """Independent of the GPU present: depends on the problem, the capability, and last on the compiler."""
     for same in ({}, {"strides": (1, 70)}, {"shape": (2, 33)}, {"shape": (64, 32), "block": 16}):
         assert reason(**same) == cuda_driver.no_compiler(), same
     for change, words in (
@@ -268,7 +268,7 @@ def test_it_compiles_and_does_not_spill(format: str, steps: int) -> None:
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), KERNEL)
     assert usage.spills == 0 and usage.stack == 0
     assert usage.registers <= (72 if layout.width == 8 or format == "nvfp4" else 64)
-    # Loads of a step, and of one that is not whole, of which the first row is always there or none.
+    # Loads of a full and of a partial iteration. The first row exists in both, so that 63 suffice.
     assert usage.loads["LDG.32"] >= 63
     assert usage.stores["STG.64" if layout.width == 6 else "STG.128"] >= 1
 
@@ -320,7 +320,7 @@ def test_random_bits_of_many_blocks(compiler, format: str) -> None:
 @ON_HOPPER
 @EVERY
 def test_layouts(compiler, format: str) -> None:
-    """Columns of a wider tensor, a transposed one along its last dimension, one row for all, leading dimensions."""
+    """Columns of a wider tensor, a transposed one along its last dimension, an expanded row, leading dimensions."""
     wide = random_bits(160, 400, "cuda")
     for x in (wide[:, 8:200], wide[32:], wide[::2][:64], wide[:1].expand(64, 400)):
         agrees(x, format)
@@ -340,7 +340,7 @@ def test_the_scale_of_the_tensor(compiler) -> None:
 @ON_HOPPER
 @EVERY
 def test_auto_gives_the_same_bits(compiler, format: str) -> None:
-    """Where CUDA C++ does not take them too: an odd number of columns, one off a boundary, half of two blocks."""
+    """Also where CUDA C++ does not support them: an odd number of columns, unaligned x, an odd number of blocks."""
     wide = random_bits(208, 300, "cuda")
     for x in (wide, wide[:, :299], wide[:, 1:], wide[:, 2:], wide[:40]):
         assert_same(mxfp(x, format, dim=0), mxfp(x, format, dim=0, backend="triton"))

@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits, MXFP4 and NVFP4, and the layout in which they are read."""
+"""GEMM with 4-bit weights, MXFP4 and NVFP4, and their packing."""
 
 from .op import mxfp_matmul, mxfp_pack
 

@@ -27,11 +27,11 @@ def _case(rows: int, columns: int, depth: int, dtype: torch.dtype, format: str, 
 
 
 CASES = (
-    # Decoding, a small batch, and prompts: where w, both, and the tensor cores are what takes the time.
+    # Decoding, a small batch, and prompts: bound by the reads of w, by both, and by the tensor cores.
     *(_case(rows, 8192, 8192, BF16, format, bench=True) for rows in (1, 16, 64, 1024) for format in BLOCK),
     _case(1, 28672, 8192, BF16, "mxfp4", bench=True),
     _case(4096, 8192, 8192, BF16, "mxfp4", bench=True),
-    # What goes wrong: nothing, one element, primes, one off a tile and a chunk, parts of K, every format.
+    # Boundary cases: empty, one element, primes, one off a tile and a chunk, split-K, every format.
     _case(3, 17, 150, FP32, "mxfp4"),
     _case(0, 32, 128, FP32, "mxfp4"),
     _case(3, 0, 128, FP32, "mxfp4"),
@@ -47,7 +47,7 @@ CASES = (
     _case(33, 272, 1031, FP16, "nvfp4"),
     _case(70, 528, 384, BF16, "nvfp4"),
     _case(300, 257, 1024, BF16, "nvfp4"),
-    # Many rows on Hopper, with tiles that are not whole.
+    # Many rows on Hopper, with partial tiles.
     dataclasses.replace(_case(600, 3632, 264, BF16, "mxfp4"), min_capability=(9, 0)),
     dataclasses.replace(_case(600, 3632, 264, FP16, "nvfp4"), min_capability=(9, 0)),
 )
@@ -88,7 +88,7 @@ def cost(case: Case, mode: str) -> Cost:
 
 
 def _once_a_weight(make: Callable[..., Any]) -> Callable[..., Any]:
-    """What `make` makes of a weight, kept for as long as that tensor lives unchanged."""
+    """Caches the result of `make` for each weight, as long as that tensor exists unchanged."""
     kept = WeakTensorKeyDictionary()
 
     def get(w: torch.Tensor, *rest: Any) -> Any:
@@ -102,15 +102,15 @@ def _once_a_weight(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unpacked(w: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [N, K / 2] and scales [N, K / block] in the order of their elements: of MXFP4 the way back from
-    `mxfp_pack`. Scales of NVFP4 stay as they are kept."""
+    """Weights [N, K / 2] and scales [N, K / block] in the order of their elements: for MXFP4 the inverse of
+    `mxfp_pack`. Scales of NVFP4 remain as stored."""
     natural = codes(w)[: scales.shape[1]].to(torch.uint8)
     return natural[:, 0::2] | (natural[:, 1::2] << 4), scales.transpose(0, 1).flatten(1)
 
 
 def _torch():
-    """The weights by a table in x's dtype, and a dense product. They come in the order of their elements, which is
-    made once."""
+    """Dequantises the weights by table look-up in x's dtype, then calls a dense GEMM. The weights are unpacked to the
+    order of their elements once."""
     tables: dict[tuple, torch.Tensor] = {}
     natural = _once_a_weight(unpacked)
 
@@ -158,7 +158,7 @@ def _humming_supports(case: Case, mode: str) -> str | None:
 
 
 def _dense():
-    """A dense product of the same shape and dtype, of random weights that are made once."""
+    """A dense GEMM of the same shape and dtype, with random weights that are generated once."""
     made: dict[tuple, torch.Tensor] = {}
 
     def dense(x, scales, **_):
@@ -170,7 +170,7 @@ def _dense():
     return dense
 
 
-# What it is held against where computing is what takes the time: a product with weights of x's dtype.
+# Compute-bound problems are compared with a GEMM with weights in x's dtype.
 DENSE = Yardstick(
     "dense",
     load=_dense,
@@ -232,7 +232,7 @@ SPEC = KernelSpec(
         "triton": partial(mxfp_matmul, backend="triton"),
         "cuda": partial(mxfp_matmul, backend="cuda"),
     },
-    # Elsewhere the first is the second.
+    # On other GPUs "auto" is "triton".
     min_capability={"triton": (9, 0), "cuda": (9, 0)},
     unsupported_reason=_unsupported_reason,
     alias_reason=_alias_reason,

@@ -50,9 +50,9 @@ class ManyConfig:
         return -(-rows // self.rows) * -(-columns // (64 * self.groups * self.cluster))
 
 
-DENSE_BLOCK_N, DENSE_WARPS = 32, 4  # of the kernel that unpacks the weights into memory
-CUDA_ROWS = 4096  # up to which CUDA C++ is taken where it can run
-FEW_CYCLES = 1500  # of a chunk of K in few_rows.cu, for four warpgroups and 64 rows of x
+DENSE_BLOCK_N, DENSE_WARPS = 32, 4  # tile of the kernel that unpacks the weights into memory
+CUDA_ROWS = 4096  # up to this many rows CUDA C++ is selected where it can run
+FEW_CYCLES = 1500  # per chunk of K in few_rows.cu, for four warpgroups and 64 rows of x
 MANY_CYCLES = 2300  # the same in many_rows.cu
 
 

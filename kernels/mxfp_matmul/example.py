@@ -1,6 +1,6 @@
 """One call of mxfp_matmul, small or of a size that models have.
 
-`selftest` holds it against the reference, `info` asks which kernels it launches.
+`selftest` compares it with the reference, `info` lists the kernels that it launches.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient (none), and options that choose a version, and
-    what "auto" is of them on Hopper."""
+    """The `inputs` of the public function, the names of those with a gradient (none), the options that select a version
+    (`versions`), and the ones that "auto" selects on Hopper (`hopper`)."""
     rows, columns, chunks = (3, 32, 2) if small else (16, 8192, 64)
     inputs = {
         "x": torch.randn(rows, 128 * chunks, device=device, dtype=dtype),

@@ -1,4 +1,4 @@
-"""x [M, K] times w [N, K] transposed, w of 4 bits and unpacked in registers.
+"""x [M, K] times 4-bit w [N, K], transposed. w is unpacked in registers.
 
 Back-of-the-envelope estimate, bf16, N = K = 8192, one NVIDIA H200 (4254 GB/s, 790 TFLOP/s by a measured GEMM):
 
@@ -8,8 +8,8 @@ Back-of-the-envelope estimate, bf16, N = K = 8192, one NVIDIA H200 (4254 GB/s, 7
     64             35.7 MB            2.1 MB      8.9 us      11 us
     1024           35.7 MB            34 MB        16 us     174 us
 
-nvfp4 has two bytes more for each 32 elements: 37.7 MB. With few rows this kernel is bound by the unpacking; sm90/ has
-CUDA C++ for them.
+nvfp4 has two bytes more per 32 elements: 37.7 MB. With few rows this kernel is bound by the unpacking; sm90/ has CUDA
+C++ for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton.language as tl
 
 @triton.jit
 def pair(q, NUMBER: tl.constexpr):
-    """One of the four pairs of weights in each word: signs and magnitudes are in the bits that `decode` takes."""
+    """Moves one of the four pairs of weights of each word to the bit positions that `decode` reads."""
     if NUMBER == 0:
         return q
     if NUMBER == 1:
@@ -32,14 +32,14 @@ def pair(q, NUMBER: tl.constexpr):
 
 @triton.jit
 def decode(pairs, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """fp32 [ROWS, BLOCK_K] of pairs [ROWS, BLOCK_K / 2]. As the bits of fp32 they are too small by 2^126 alone."""
-    bits = tl.join(pairs << 16, pairs) & -0x7E400000  # of bits 31 and 24 to 22
+    """Converts pairs [ROWS, BLOCK_K / 2] to fp32 [ROWS, BLOCK_K]. As fp32 bits the values are too small by 2^126."""
+    bits = tl.join(pairs << 16, pairs) & -0x7E400000  # keeps bits 31 and 24 to 22
     return tl.reshape(bits.to(tl.float32, bitcast=True) * (2.0**126), [ROWS, BLOCK_K])
 
 
 @triton.jit
 def decode_scale(code, E8M0: tl.constexpr):
-    """fp32 of the byte of a scale in an int32."""
+    """Converts the byte of a scale, in an int32, to fp32."""
     if E8M0:
         bits = tl.where(code == 0, 1 << 22, tl.where(code == 255, 0x7FC00000, code << 23))  # 2^-127, NaN
     else:
@@ -49,7 +49,7 @@ def decode_scale(code, E8M0: tl.constexpr):
 
 @triton.jit
 def scaled(pairs, scale, E8M0: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """fp32 [ROWS, BLOCK_K]. `scale` has as many bytes a row as their elements share."""
+    """Decodes pairs and applies their scales: fp32 [ROWS, BLOCK_K]. `scale` has one byte per block of a row."""
     SCALES: tl.constexpr = scale.shape[1]
     blocks = tl.reshape(decode(pairs, ROWS, BLOCK_K), [ROWS, SCALES, BLOCK_K // SCALES])
     return tl.reshape(blocks * decode_scale(scale, E8M0)[:, :, None], [ROWS, BLOCK_K])
@@ -57,8 +57,8 @@ def scaled(pairs, scale, E8M0: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def words_of(chunk, tiles, half_row, at, BLOCK_K: tl.constexpr):
-    """Where a step's words lie: of rows 16 (half_row // 8) + half_row % 8 and those 8 behind them, and of the columns
-    16 i to 16 i + 15 of the chunk, at // 8 <= i < (at + BLOCK_K) // 8."""
+    """The offsets of an iteration's words. They contain rows 16 (half_row // 8) + half_row % 8 and the rows 8 further,
+    and columns 16 i to 16 i + 15 of the chunk, at // 8 <= i < (at + BLOCK_K) // 8."""
     word = tl.arange(0, BLOCK_K // 2)
     i = at // 8 + word // 4
     row = ((chunk * tiles + half_row // 8) * 256 + half_row % 8 * 16)[:, None]
@@ -67,14 +67,15 @@ def words_of(chunk, tiles, half_row, at, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def columns_of(chunk, at, BLOCK_K: tl.constexpr):
-    """The elements of K in the first two pairs of a step's words; those of the others are 8 behind."""
+    """The indices along K of the first two pairs of an iteration's words; those of the other two are 8 larger."""
     e = tl.arange(0, BLOCK_K)
     return chunk * 128 + at * 2 + e // 8 * 16 + e % 8
 
 
 @triton.jit
 def tile_of(rows, columns, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """This CTA's row and column of tiles: GROUP_M tiles of rows for one column, then those for the next."""
+    """The row and column of this CTA's tile, in grouped tile order: GROUP_M vertically adjacent tiles, then the next
+    column."""
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
     tile = tl.program_id(0)
     first = tile // (GROUP_M * tiles_n) * GROUP_M
@@ -102,12 +103,12 @@ def _mxfp_matmul_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """y [rows, columns] in its dtype, of x in whole chunks; with SPLITS > 1 y is fp32 [SPLITS, rows, columns], to be
-    summed and scaled.
+    """y [rows, columns] in its dtype, from x padded to whole chunks. With SPLITS > 1 y is an fp32 workspace [SPLITS,
+    rows, columns], which another kernel reduces and scales.
 
-    A step is 2 BLOCK_K elements of a chunk: BLOCK_K in two pairs of each word, as many in the other two. Of both, one
-    pair is of the lower rows of a tile of 16, one of the upper."""
-    STEPS: tl.constexpr = 64 // BLOCK_K  # of a chunk
+    An iteration processes 2 BLOCK_K elements of a chunk: BLOCK_K in two pairs of each word and BLOCK_K in the other
+    two. In each two, one pair belongs to the lower and one to the upper 8 rows of a tile of 16."""
+    STEPS: tl.constexpr = 64 // BLOCK_K  # iterations per chunk
     SCALES: tl.constexpr = BLOCK_K * 2 // BLOCK
     ROWS: tl.constexpr = BLOCK_N // 2
     tile_m, tile_n = tile_of(rows, columns, GROUP_M, BLOCK_M, BLOCK_N)
@@ -150,7 +151,7 @@ def _mxfp_matmul_kernel(
 
 @triton.jit
 def _mxfp_matmul_sum_kernel(partial_ptr, tensor_scale_ptr, y_ptr, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of the parts, in their order, times the tensor's scale. [SPLITS, count] in fp32 to [count]."""
+    """Reduces fp32 split-K partitions [SPLITS, count], in order, to y [count], and applies the tensor scale."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for split in tl.static_range(SPLITS):
@@ -164,8 +165,8 @@ def _mxfp_matmul_sum_kernel(partial_ptr, tensor_scale_ptr, y_ptr, count, SPLITS:
 def _mxfp_matmul_dense_kernel(
     w_ptr, scale_ptr, out_ptr, columns, depth, E8M0: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The weights [columns, depth] in the dtype of `out`, without the tensor's scale. A CTA takes BLOCK_N rows of a
-    chunk."""
+    """Unpacks the weights to [columns, depth] in the dtype of `out`, without the tensor scale. A CTA processes BLOCK_N
+    rows of a chunk."""
     ROWS: tl.constexpr = BLOCK_N // 2
     blocks, tiles = tl.cdiv(columns, BLOCK_N), tl.cdiv(columns, 16)
     chunk = (tl.program_id(0) // blocks).to(tl.int64)

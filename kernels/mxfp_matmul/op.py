@@ -1,4 +1,4 @@
-"""The public functions: checks, the lean eager call, registration with torch.library."""
+"""The public functions: argument checks, the fast eager path, registration with torch.library."""
 
 from __future__ import annotations
 
@@ -23,29 +23,32 @@ def mxfp_matmul(
     tensor_scale: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """x times packed weights of 4 bits, transposed: what a linear layer computes, without its bias.
+    """x times packed 4-bit weights, transposed: a linear layer without bias.
 
         y[..., n] = Σ_k x[..., k] · element[n, k] · scale[n, k // block]      block = 32 (mxfp4) or 16 (nvfp4)
-        y         = y · tensor_scale                                          nvfp4 alone
+        y         = y · tensor_scale                                          only nvfp4
 
-    Weights are rounded to x's dtype, which changes none in bf16 and fp32, and none of nvfp4 in fp16; a weight of mxfp4
-    must lie within fp16's range. Products are summed in fp32, in an order that depends on the shapes alone: repeats
-    agree bit for bit. The formats are those of OCP Microscaling 1.0 and NVIDIA 2025 (arXiv:2509.25149).
+    Weights are rounded to x's dtype. This is exact in bf16 and fp32, and for nvfp4 in fp16; mxfp4 weights must lie
+    within fp16's range. Products are accumulated in fp32, in an order that depends only on the shapes, so repeated runs
+    agree bit for bit.
 
-    x             [..., K] fp32, fp16 or bf16, any strides. It is read in place where the leading dimensions flatten to
-                  one stride and rows are contiguous and on 16-byte boundaries, and, by "triton" up to 128 rows, K is a
-                  multiple of 128; otherwise it is copied first.
-    w, scales     uint8, as `mxfp_pack` returns them: [chunks, tiles, 1024] and [chunks, N, 4], or [chunks, N, 8] of
-                  nvfp4, with ceil(K / 128) chunks and ceil(N / 16) tiles
+    x             [..., K] fp32, fp16 or bf16, any strides. It is read without a copy where the leading dimensions
+                  flatten to one stride and rows are contiguous and 16-byte aligned, and, for "triton" up to 128 rows, K
+                  is a multiple of 128; otherwise it is copied first.
+    w, scales     uint8, as `mxfp_pack` returns them: [chunks, tiles, 1024] and [chunks, N, 4], for nvfp4
+                  [chunks, N, 8], with ceil(K / 128) chunks and ceil(N / 16) tiles
     format        "mxfp4" or "nvfp4"
-    tensor_scale  fp32 (), for nvfp4 alone, which needs it
+    tensor_scale  fp32 (), required for nvfp4 and only allowed there
     backend       "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0, for fp16 and bf16 and N a
                   multiple of 16), or "auto", the faster of those that can run (`configs.pick_backend`)
 
-    Returns [..., N] in x's dtype, contiguous. Not differentiable: weights of 4 bits serve inference.
+    Returns y [..., N] in x's dtype, contiguous. Not differentiable: 4-bit weights are for inference.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter, for backend="cuda" where it cannot run, and for an input that requires a gradient.
+    outside Triton's interpreter, for backend="cuda" where it cannot run, and, where gradients are recorded, for an
+    input that requires one, NotImplementedError for forward-mode differentiation.
+
+    Sources: OCP Microscaling Formats specification 1.0; for nvfp4 NVIDIA 2025, arXiv:2509.25149.
     """
     no_gradient("mxfp_matmul", x=x, tensor_scale=tensor_scale)
     if lean(x, w, scales, tensor_scale):
@@ -56,12 +59,14 @@ def mxfp_matmul(
 
 
 def mxfp_pack(data: torch.Tensor, scales: torch.Tensor, format: str = "mxfp4") -> tuple[torch.Tensor, torch.Tensor]:
-    """The layout in which `mxfp_matmul` reads weights (`formats.py`), once for each weight. Plain PyTorch.
+    """Packs weights into the layout that `mxfp_matmul` reads (`formats.py`), once per weight. Plain PyTorch.
 
-    data    uint8 [N, K / 2], K a multiple of the block: two elements in a byte, the first in its lower half
+    data    uint8 [N, K / 2], K a multiple of the block: two elements per byte, the first in the lower half
     scales  uint8 [N, K / 32] of E8M0, or [N, K / 16] of e4m3 for nvfp4
+    format  "mxfp4" or "nvfp4"
 
-    Returns w [chunks, tiles, 1024] and scales [chunks, N, 4], or [chunks, N, 8], contiguous. Raises as `mxfp_matmul`.
+    Returns w [chunks, tiles, 1024] and scales [chunks, N, 4], for nvfp4 [chunks, N, 8], contiguous. Raises TypeError
+    for a wrong dtype, ValueError for a wrong shape, device or format.
     """
     _check_format("mxfp_pack", format)
     for name, tensor in (("data", data), ("scales", scales)):
@@ -124,7 +129,7 @@ def _check_bytes(function: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def _product_plan(x, w, scales, tensor_scale, format, backend):
-    """The plan for these arguments, kept if they are plain tensors."""
+    """The cached plan for these arguments. For plain tensors only (see `lean`)."""
     key = (signature(x), signature(w), signature(scales), signature(tensor_scale), format, backend)
     plan = _PRODUCT.find(key)
     if plan is None:

@@ -1,4 +1,4 @@
-"""Launch plans of mxfp_matmul: all of a call that does not change with the tensors' contents and addresses."""
+"""Launch plans of mxfp_matmul: everything in a call that does not depend on the tensors' values and addresses."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def product_plan(
     format: str,
     backend: str,
 ) -> Product:
-    """Takes (x, w, scales, tensor_scale) like these and returns [..., N]. Inputs as `op` has checked them. RuntimeError
-    where `backend` cannot take them."""
+    """Returns a function of (x, w, scales, tensor_scale) that returns y [..., N], for all tensors with these
+    signatures. `op` has checked the inputs. Raises RuntimeError where `backend` does not support them."""
     device, dtype = x.device, x.dtype
     depth, columns = x.shape[-1], scales.shape[1]
     shape = (*x.shape[:-1], columns)
@@ -50,7 +50,7 @@ def product_plan(
 
 
 def _cuda_plan(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, shape: tuple[int, ...], format: str) -> Product:
-    """As `product_plan`."""
+    """As `product_plan`, in CUDA C++."""
     columns, device, dtype = shape[-1], x.device, x.dtype
     strides = torch.empty(shape, device="meta").stride()
     x2 = _rows(x)
@@ -77,20 +77,20 @@ def _cuda_plan(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, shape: tu
 
 
 def _unaligned(packed: torch.Tensor) -> bool:
-    """Whether it cannot be read where it is: not in one piece, or not on a 16-byte boundary, as a plan's key has it."""
+    """Whether it must be copied: not contiguous, or not 16-byte aligned. A plan's key contains both."""
     return not packed.is_contiguous() or packed.data_ptr() % 16 != 0
 
 
 def _triton_plan(
     x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, shape: tuple[int, ...], format: str
 ) -> Product:
-    """As `product_plan`."""
+    """As `product_plan`, in Triton."""
     device, dtype, depth, columns = x.device, x.dtype, x.shape[-1], shape[-1]
     strides = torch.empty(shape, device="meta").stride()
     x2 = _rows(x)
     rows, x_padded = x2.shape[0], not _in_chunks(x2)
     pitch = CHUNK * chunks(depth) if x_padded else x2.stride(0)
-    w_copied, scales_copied = _unaligned(w), not scales.is_contiguous()  # words on their boundary
+    w_copied, scales_copied = _unaligned(w), not scales.is_contiguous()  # words must be aligned
     config = configs.pick_config(rows, columns, chunks(depth), dtype, _capability(x))
     splits = config.splits
     launch = Launch(
@@ -131,20 +131,20 @@ def _triton_plan(
 
 
 def _in_chunks(x: torch.Tensor) -> bool:
-    """Whether x [M, K] is read where it is: whole chunks of K, rows on 16-byte boundaries."""
+    """Whether x [M, K] is read without a copy: whole chunks of K, 16-byte aligned rows."""
     size = x.element_size()
     return x.shape[1] % CHUNK == 0 and x.stride(0) * size % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def _chunked(x: torch.Tensor) -> torch.Tensor:
-    """A copy of x [M, K], filled up with zeros."""
+    """A copy of x [M, K], padded with zeros to whole chunks."""
     copy = x.new_zeros((x.shape[0], CHUNK * chunks(x.shape[1])))
     copy[:, : x.shape[1]] = x
     return copy
 
 
 def _dense_plan(x: torch.Tensor, columns: int, shape: tuple[int, ...], format: str) -> Product:
-    """As `product_plan`, of x [rows, K], with the weights in memory during the call."""
+    """As `product_plan`, for x [rows, K], with the weights unpacked into memory in each call."""
     rows, depth = x.shape
     grid = (chunks(depth) * triton.cdiv(columns, configs.DENSE_BLOCK_N),)
     launch = Launch(
@@ -165,7 +165,7 @@ def _dense_plan(x: torch.Tensor, columns: int, shape: tuple[int, ...], format: s
         y = x.new_empty((rows, columns))
         if tensor_scale is None:
             torch.mm(x, dense.mT, out=y)
-        else:  # which is applied before the result is rounded
+        else:  # the tensor scale is applied before the result is rounded
             torch.mul(torch.mm(x, dense.mT, out_dtype=torch.float32), tensor_scale, out=y)
         return y.view(shape)
 
@@ -179,5 +179,5 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """The interpreter stands for an sm_80."""
+    """The compute capability; (8, 0) in the interpreter."""
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 0)

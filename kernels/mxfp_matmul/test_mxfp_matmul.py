@@ -1,4 +1,4 @@
-"""What is special to mxfp_matmul: how weights are packed, that every code counts as what it is, and how K is divided.
+"""Properties specific to mxfp_matmul: the packing of weights, the value of every code, and split-K.
 The rest follows from SPEC: tests/test_specs.py."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_packing_moves_every_element_to_its_place(format):
         natural, natural_scales = unpacked(w, packed_scales)
         assert torch.equal(natural[:, : depth // 2], data) and not natural[:, depth // 2 :].any()
         kept = natural_scales[:, : scales.shape[1]]
-        assert torch.equal(kept, scales if format == "mxfp4" else scales + 120)  # normal numbers with another bias
+        assert torch.equal(kept, scales if format == "mxfp4" else scales + 120)  # normal values with another bias
         table = torch.tensor([*E2M1, *(-v for v in E2M1)], device=DEVICE, dtype=torch.float64)
         elements = table[torch.stack([data & 15, data >> 4], -1).flatten(1).long()]
         if format == "mxfp4":
@@ -52,8 +52,8 @@ def test_packing_moves_every_element_to_its_place(format):
 
 
 def test_words_are_in_the_order_of_fragments():
-    """Thread t of a warp has rows t / 4 and t / 4 + 8, columns 2 (t % 4), the next, and those 8 behind, in four
-    registers: the first operand of mma.m16n8k16."""
+    """Thread t of a warp has rows t / 4 and t / 4 + 8, columns 2 (t % 4), the next, and those 8 further, in four
+    registers: the A operand of mma.m16n8k16."""
     data, scales = weights(32, 256, "mxfp4")
     w, _ = mxfp_pack(data, scales)
     codes = torch.stack([data & 15, data >> 4], -1).flatten(1).int().cpu()
@@ -69,7 +69,7 @@ def test_words_are_in_the_order_of_fragments():
 
 
 def test_scales_of_nvfp4_are_kept_without_sign():
-    """As bits of fp16; elements get the sign, those of a zero scale become zeros, and NaN stays."""
+    """Stored as bits of fp16. Elements get the sign; elements of a zero scale become zeros; NaN remains NaN."""
     scales = torch.arange(256, dtype=torch.uint8, device=DEVICE)[None].repeat(3, 1)
     data = torch.randint(0, 256, (3, 256 * 8), dtype=torch.uint8, device=DEVICE)
     w, kept = mxfp_pack(data, scales, "nvfp4")
@@ -87,7 +87,7 @@ def test_scales_of_nvfp4_are_kept_without_sign():
 @EVERY
 @pytest.mark.parametrize("dtype", XDTYPES)
 def test_every_code_times_every_scale(format, dtype):
-    """A row of the identity reads a column of weights: exact where x's dtype holds the weight."""
+    """A row of the identity selects a column of weights: exact where x's dtype can represent the weight."""
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     data = codes.repeat_interleave(16).repeat(1, 16 if format == "mxfp4" else 8).view(-1, 64)
     scales = codes.repeat(-(-data.shape[0] * (128 // BLOCK[format]) // 256))[: data.shape[0] * (128 // BLOCK[format])]
@@ -99,7 +99,7 @@ def test_every_code_times_every_scale(format, dtype):
     dense = dequantized(w, packed_scales, format)[:, list(picked)].t()
     rounded = dense.to(dtype)
     usable = rounded.isfinite().all(0) & (rounded.double() == dense).all(0)
-    # One NaN or infinity makes a whole row of w NaN: 0 times it is.
+    # One NaN or infinity in a row of w makes all its results NaN, because 0 · inf is NaN.
     whole = dequantized(w, packed_scales, format).to(dtype).isfinite().all(1)
     y = mxfp_matmul(x, w, packed_scales, format, **one(format))
     assert int((usable & whole).sum()) > 16
@@ -110,7 +110,7 @@ def test_every_code_times_every_scale(format, dtype):
 @EVERY
 @pytest.mark.parametrize("splits", [1, 2, 3, 7])
 def test_k_in_any_number_of_parts(format, splits, monkeypatch):
-    """Also more parts than are whole, of which the last ones have nothing."""
+    """Also with so many split-K partitions that the last ones are empty."""
     config = configs.Config(16, 32, 16 * 2 ** (splits % 3), splits, 8, 4, 2)
     monkeypatch.setattr(configs, "pick_config", lambda *_: config)
     for rows, columns, depth in ((3, 40, 1024), (17, 33, 640), (1, 5, 96)):
@@ -131,7 +131,7 @@ def test_tiles_of_many_rows_are_each_computed_once(monkeypatch):
 
 @EVERY
 def test_every_second_column(format):
-    """Rows in whole chunks on 16-byte boundaries, whose elements are not neighbours."""
+    """Aligned rows of whole chunks, whose elements are not contiguous."""
     x = torch.randn(3, 512, device=DEVICE)[:, ::2]
     w, scales = mxfp_pack(*weights(33, 256, format), format)
     y, dense = (mxfp_matmul(t, w, scales, format, **one(format)) for t in (x, x.contiguous()))
@@ -214,7 +214,7 @@ def test_rows_are_copied_only_where_their_elements_are_not_neighbours():
 
 
 def off_boundary(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in one piece, that does not begin on a 16-byte boundary."""
+    """A contiguous copy that is not 16-byte aligned."""
     room = tensor.new_empty(tensor.numel() + 1)[1:]
     return room.view(tensor.shape).copy_(tensor)
 
@@ -236,7 +236,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     ids=["plain", "pitch", "strided", "off-boundary", "leading"],
 )
 def test_what_the_product_of_few_rows_is_given(format, of_x, of_weights, monkeypatch):
-    """A stand-in for few_rows.cu, which needs Hopper: rows that TMA can read, weights in one piece on boundaries."""
+    """Replaces few_rows.cu, which needs Hopper. Checks rows that TMA can read and contiguous, aligned weights."""
 
     def launch(like, columns, given_format, config):
         assert like.dim() == 2 and few_rows.in_place(like) and (columns, given_format) == (32, format)
@@ -255,7 +255,7 @@ def test_what_the_product_of_few_rows_is_given(format, of_x, of_weights, monkeyp
     x = of_x(torch.randn(6, 128, device=DEVICE))
     w, scales = (of_weights(t) for t in mxfp_pack(*weights(32, 128, format), format))
     want = mxfp_matmul_reference(x, w, scales, format, **one(format, 0.3))
-    for _ in range(2):  # the plan's first call, and one that finds it
+    for _ in range(2):  # a call that creates the plan, and one that finds it in the cache
         y = mxfp_matmul(x, w, scales, format, **one(format, 0.3), backend="cuda")
         torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
         assert y.is_contiguous()
@@ -263,7 +263,7 @@ def test_what_the_product_of_few_rows_is_given(format, of_x, of_weights, monkeyp
 
 @pytest.mark.parametrize("format", BLOCK if DEVICE == "cuda" else ["mxfp4"])
 def test_weights_unpacked_into_memory(format, monkeypatch):
-    """K that ends within a chunk, and leading dimensions; on a CPU no product of PyTorch has another dtype."""
+    """K that ends within a chunk, and leading dimensions. On a CPU torch.mm does not support out_dtype."""
     monkeypatch.setattr(configs, "pick_dense", lambda *problem: True)
     w, scales = mxfp_pack(*weights(41, 160, format), format)
     x = torch.randn(2, 5, 160, device=DEVICE).half()

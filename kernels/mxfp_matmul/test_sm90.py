@@ -1,4 +1,4 @@
-"""The version for Hopper (sm90/): which problems it takes, that it compiles, and on a GPU that it is right."""
+"""The version for Hopper (sm90/): which problems it supports, that it compiles, and on a GPU its results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def picked(rows: int, columns: int, count: int, format: str) -> configs.CudaConf
 
 
 def test_what_it_takes() -> None:
-    """No GPU is asked: capability, dtype and N alone decide, and last whether there is a compiler."""
+    """Independent of the GPU present: depends on capability, dtype and N, and last on the compiler."""
     assert few_rows.unsupported_reason(torch.bfloat16, 48, HOPPER) == cuda_driver.no_compiler()
     assert "compute capability 9.0" in str(few_rows.unsupported_reason(torch.bfloat16, 48, (8, 0)))
     assert "float16 and bfloat16" in str(few_rows.unsupported_reason(torch.float32, 48, HOPPER))
@@ -85,15 +85,15 @@ def test_every_size_has_a_configuration(format: str) -> None:
         assert config.stages >= 3 and config.splits in (1, 2, 4, 8) and config.splits <= max(1, count)
         assert 4 // config.groups * (few_rows.shared_bytes(config, format) + 1024) <= 228 << 10
         ring = config.stages * (2 * config.rows * CHUNK + 64 * config.groups * (CHUNK // 2 + CHUNK // BLOCK[format]))
-        assert 4 * config.rows * (64 * config.groups + 4) <= ring  # sums leave the barriers alone
-    # 64 clusters of 2 CTAs run at once; of 4 no more than 62 do.
+        assert 4 * config.rows * (64 * config.groups + 4) <= ring  # the accumulators do not overwrite the barriers
+    # 64 clusters of 2 CTAs run at once, but at most 62 of 4 CTAs.
     assert picked(1, 8192, 64, format) == configs.CudaConfig(8, 2, 2, 8)
     assert picked(64, 8192, 64, format) == configs.CudaConfig(64, 2, 2, 4)
     assert picked(1024, 8192, 64, format) == configs.CudaConfig(64, 4, 1, 6)
 
 
 def test_which_products_are_of_many_rows() -> None:
-    """Those with as many tiles of 256 rows of x as keep the GPU busy."""
+    """Those with enough tiles of 256 rows of x to keep the GPU busy."""
     many = [rows for rows in (64, 128, 256, 320, 512, 1024, 4096) if configs.pick_many(rows, 8192)]
     assert many == [320, 512, 1024, 4096]
     assert not configs.pick_many(1024, 2048) and configs.pick_many(2048, 2048)
@@ -113,7 +113,7 @@ def test_many_rows_compile_and_do_not_spill(format: str, fp16: int) -> None:
     source = SOURCE.with_name("many_rows.cu")
     usage = sass.inspect(nvrtc.compiled(source, "sm_90a", defines), "mxfp_matmul_many_rows")
     assert usage.spills == 0 and usage.stack == 0
-    assert usage.early_arrivals <= 1  # while words of the next slot are read, not of that which is given back
+    assert usage.early_arrivals <= 1  # during reads of the next stage, not of the released one
     assert usage.mma == {"HGMMA": 8} and usage.wgmma_waits == 3
     assert usage.registers * many_rows.THREADS <= 65536
     text = source.read_text(encoding="utf-8")
@@ -126,7 +126,7 @@ def test_many_rows_compile_and_do_not_spill(format: str, fp16: int) -> None:
     [
         (1, "mxfp4", 0),
         (64, "nvfp4", 0),
-        (200, "nvfp4", 0),  # 256 rows of w a CTA
+        (200, "nvfp4", 0),  # 256 rows of w per CTA
         *(
             pytest.param(*both, marks=pytest.mark.slow)
             for both in ((16, "nvfp4", 1), (32, "mxfp4", 1), (64, "mxfp4", 1))
@@ -139,8 +139,8 @@ def test_it_compiles_and_does_not_spill(rows: int, format: str, fp16: int) -> No
     defines = few_rows.defines(config, config.splits, format, dtype)
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "mxfp_matmul_few_rows")
     assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
-    assert set(usage.early_own_reads) <= {"LDS.128"}  # of the next slot, not of that which is given back
-    assert usage.mma == {"HGMMA": 8} and usage.wgmma_waits == 3  # of each half, and of what is left
+    assert set(usage.early_own_reads) <= {"LDS.128"}  # of the next stage, not of the released one
+    assert usage.mma == {"HGMMA": 8} and usage.wgmma_waits == 3  # one per half of a chunk, and the last one
     assert usage.registers * few_rows.threads(config) * (4 // config.groups) <= 65536
 
 
@@ -152,7 +152,7 @@ def test_host_and_device_agree() -> None:
 
 
 def packed(columns: int, depth: int, format: str, first_above: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales of MXFP4 are at most 1, for which there is a faster way, but in the rows from `first_above` on."""
+    """Scales of MXFP4 are at most 1 (the fast path) before row `first_above`, and larger from there on."""
     data, scales = weights(columns, depth, format)
     if format == "mxfp4":
         scales[:first_above] -= 8
@@ -160,7 +160,7 @@ def packed(columns: int, depth: int, format: str, first_above: int = 0) -> tuple
 
 
 def agrees(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, format: str, scale: float = 0.3, **options) -> None:
-    """Within what rounding of the result allows; the sum's own error is below."""
+    """Asserts agreement up to the rounding of the result; the error of the accumulation is smaller."""
     y = mxfp_matmul(x, w, scales, format, **one(format, scale), backend="cuda", **options)
     want = mxfp_matmul_reference(x.double(), w, scales, format, **one(format, scale))
     assert y.dtype == x.dtype and y.is_contiguous()
@@ -185,7 +185,7 @@ def test_it_is_right(compiler, rows: int, columns: int, depth: int, format: str,
 @pytest.mark.parametrize(("splits", "groups", "stages"), list(itertools.product((1, 2, 4, 8), (1, 2, 4), (3, 4))))
 @pytest.mark.parametrize("tile_m", [8, 64])
 def test_every_configuration(compiler, monkeypatch, tile_m, splits, groups, stages, format) -> None:
-    """More parts than chunks too, tiles of x and w that are not whole; repeats agree bit for bit."""
+    """Also more split-K partitions than chunks, and partial tiles of x and w; repeats agree bit for bit."""
     config = configs.CudaConfig(tile_m, groups, splits, min(stages, 4 if tile_m == 8 or groups > 1 else 3))
     monkeypatch.setattr(configs, "pick_cuda_config", lambda *_: config)
     for rows, columns, depth in ((tile_m + 3, 400, 2304), (2, 176, 640)):
@@ -204,7 +204,7 @@ def test_every_configuration(compiler, monkeypatch, tile_m, splits, groups, stag
 )
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_many_rows_are_right(compiler, monkeypatch, rows, columns, depth, format, dtype, cluster) -> None:
-    """Also where most of a tile is beyond y; several tiles a CTA; repeats agree bit for bit."""
+    """Also where most of a tile is out of bounds; several tiles per CTA; repeats agree bit for bit."""
     config = configs.ManyConfig(cluster=cluster)
     monkeypatch.setattr(configs, "pick_many", lambda *_: True)
     monkeypatch.setattr(configs, "ManyConfig", lambda: config)
@@ -222,7 +222,7 @@ def test_many_rows_are_right(compiler, monkeypatch, rows, columns, depth, format
 @EVERY
 @DTYPES
 def test_every_code_times_every_scale(compiler, format: str, dtype: torch.dtype) -> None:
-    """A row of the identity reads a column of weights: exact where the dtype holds the weight."""
+    """A row of the identity selects a column of weights: exact where the dtype can represent the weight."""
     codes = torch.arange(256, dtype=torch.uint8, device="cuda")
     data = codes.repeat_interleave(16).repeat(1, 16 if format == "mxfp4" else 8).view(-1, 64)
     count = data.shape[0] * (128 // BLOCK[format])
@@ -232,7 +232,7 @@ def test_every_code_times_every_scale(compiler, format: str, dtype: torch.dtype)
         x = torch.eye(128, device="cuda", dtype=dtype)
         dense = dequantized(w, kept, format).t()
         rounded = dense.to(dtype)
-        whole = rounded.isfinite().all(0)  # 0 times NaN or infinity makes the whole row of w NaN
+        whole = rounded.isfinite().all(0)  # 0 · NaN and 0 · inf make all results of this row of w NaN
         y = mxfp_matmul(x, w, kept, format, **one(format), backend="cuda")
         assert int(whole.sum()) > 16 and torch.equal(y[:, whole], rounded[:, whole])
         assert y[:, ~whole].isnan().all()
@@ -241,7 +241,7 @@ def test_every_code_times_every_scale(compiler, format: str, dtype: torch.dtype)
 @ON_HOPPER
 @EVERY
 def test_layouts(compiler, format: str) -> None:
-    """Read in place, or copied where TMA cannot read it; leading dimensions; w and scales off a boundary."""
+    """x that TMA can read, and x that must be copied; leading dimensions; unaligned w and scales."""
     w, scales = packed(320, 512, format, 200)
     x = torch.randn(12, 512, device="cuda", dtype=torch.bfloat16)
     wide = torch.randn(12, 1100, device="cuda", dtype=torch.bfloat16)

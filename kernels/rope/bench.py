@@ -13,7 +13,7 @@ from . import configs, rope
 from .reference import rope_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SPARE = 5  # rows of the tables beyond the sequence
+SPARE = 5  # rows of the tables past the end of the sequence
 
 
 def _case(
@@ -28,12 +28,12 @@ def _case(
     return Case(name, dict(zip(names, shape, strict=True)), dtype, params, bench, mutates=mutates)
 
 
-# Parameters that are not arguments of the op: `alone`, no k; `rotary`, R / D; `tables` "full", each value twice;
-# `batched`, tables [B, S, W]; `table_dtype`; `positions`, the number of dimensions of position_ids; `packed`, q and k
+# Parameters that are not arguments of the op: `alone`: no k; `rotary`: R / D; `tables` "full": each value twice;
+# `batched`: tables [B, S, W]; `table_dtype`; `positions`: the number of dimensions of position_ids; `packed`: q and k
 # are slices of one packed projection.
 CASES = (
-    # Llama-2 7B, in place too, as Hugging Face has it, and as the heads first; 13B; 70B and Llama-3 with grouped heads;
-    # GPT-J's pairs; TransformerNP; positions with fp32 tables; a step of decoding.
+    # Llama-2 7B, also in place and, as in Hugging Face, with heads before tokens; 13B; 70B and Llama-3 (grouped-query
+    # attention); position_ids with fp32 tables; GPT-J's interleaved pairs; TransformerNP; one decoding step.
     _case((8, 8192, 32, 32, 128), BF16, bench=True),
     _case((8, 8192, 32, 32, 128), BF16, "-inplace", bench=True, inplace=True),
     _case((4, 4096, 32, 32, 128), BF16, "-bhsd", bench=True, layout="bhsd"),
@@ -44,7 +44,7 @@ CASES = (
     _case((4, 4096, 32, 32, 128), BF16, "-half-rotary", bench=True, rotary=0.5),
     _case((1, 205000, 8, 8, 64), BF16, bench=True),
     _case((64, 1, 32, 8, 128), BF16, "-decode-inplace", bench=True, inplace=True, positions=2),
-    # Boundary cases: empty, one pair, no k, odd sizes, halves that are not a power of two. All checks run once for each
+    # Boundary cases: empty, one pair, no k, odd sizes, R / 2 that is not a power of two. All checks run once for each
     # set of parameters, so there are few sets, with several parameters each.
     _case((2, 7, 3, 1, 16), FP32),
     _case((0, 4, 2, 2, 8), FP32),
@@ -82,7 +82,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
     else:
         q, k = rows(heads), rows(kv_heads)
     if params.get("layout") == "bhsd":
-        # A packed projection has the tokens first in memory; the heads come first in what it is viewed as.
+        # A packed projection has tokens before heads in memory; the transposed view has heads before tokens.
         q, k = (x.transpose(1, 2) if case.params.get("packed") else x.transpose(1, 2).contiguous() for x in (q, k))
 
     positions = case.params.get("positions", 0)
@@ -103,12 +103,12 @@ def cost(case: Case, mode: str) -> Cost:
     batch, seq, heads, kv_heads, dim = (case.dims[n] for n in ("batch", "seq", "heads", "kv_heads", "dim"))
     rotary, tokens = _rotary(case), batch * seq
     heads += 0 if case.params.get("alone") else kv_heads
-    # In place, what is not rotated need not move.
+    # In place, columns that are not rotated are neither read nor written.
     moved = rotary if case.params.get("inplace") else dim
     table = 2 * (tokens if case.params.get("batched") else seq) * (rotary // 2)
     size = case.params.get("table_dtype", case.dtype).itemsize
     positions = 8 * seq * {0: 0, 1: 1, 2: batch}[case.params.get("positions", 0)]
-    # A pair is four multiplications and two additions.
+    # A pair needs four multiplications and two additions.
     flops = 3 * tokens * heads * rotary
     return Cost(flops=flops, bytes=2 * tokens * heads * moved * case.dtype.itemsize + table * size + positions)
 
@@ -139,7 +139,7 @@ def _copy_cost(case: Case, mode: str) -> Cost:
     return Cost(flops=0, bytes=2 * batch * seq * heads * dim * case.dtype.itemsize)
 
 
-# The floor is the time of a copy: two of PyTorch's, of q and of k.
+# The lower bound is the time of a copy: PyTorch's clone of q and of k.
 COPY = Yardstick(
     "copy",
     load=lambda: _copy,
@@ -151,7 +151,7 @@ COPY = Yardstick(
 
 
 def _torch():
-    """As models write it: both halves in one product each, in the dtype of q and k."""
+    """As models write it: one multiplication by cos and one by sin for both halves, in the dtype of q and k."""
 
     def rotated(x, cos, sin, interleaved):
         if interleaved:
@@ -187,7 +187,7 @@ def _liger():
     from liger_kernel.ops.rope import LigerRopeFunction
 
     def liger_rope(q, k, cos, sin, *, rotary_dim, layout="bshd", inplace=False):
-        # It takes [B, heads, S, D], works on the transpose, and returns the tensors that it overwrote.
+        # Liger's function expects [B, heads, S, D], works on the transpose, and returns the tensors that it overwrote.
         q, k = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin, None, 1, rotary_dim)
         return q.transpose(1, 2), k.transpose(1, 2)
 
@@ -207,7 +207,7 @@ def _quack():
     from quack.rotary import apply_rotary_emb
 
     def quack_rope(q, k, cos, sin, *, rotary_dim, interleaved=False, layout="bshd", inplace=False):
-        # One tensor [B, S, heads, D] a call.
+        # Each call rotates one tensor [B, S, heads, D].
         q, k = (x if layout == "bshd" or x is None else x.transpose(1, 2) for x in (q, k))
         cos, sin = (t[..., : rotary_dim // 2] for t in (cos, sin))
         q, k = (None if x is None else apply_rotary_emb(x, cos, sin, interleaved, inplace) for x in (q, k))
@@ -256,9 +256,9 @@ SPEC = KernelSpec(
     grads=("q", "k"),
     unit="tokens",
     items=lambda case: case.dims["batch"] * case.dims["seq"],
-    # Few head dimensions: each is a kernel to compile. 31 to 36 has odd ones, and halves on both sides of 16.
-    # Those of the input's memory order, which an expanded one does not have; test_rope.py holds the others.
+    # Results have the input's memory order, which an expanded input lacks; test_rope.py checks the other strides.
     own_strides=lambda case: (0, 1),
+    # Few head dimensions, because each compiles a kernel. 31 to 36 include odd ones, and halves below and above 16.
     fuzz={"batch": (0, 3), "seq": (0, 40), "heads": (1, 5), "kv_heads": (0, 2), "dim": (31, 36)},
     tunables=tuple(Tunable(configs, "pick_config", mode, _candidates) for mode in ("fwd", "bwd")),
     suite_cases=SUITE_CASES,

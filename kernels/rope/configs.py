@@ -13,8 +13,8 @@ EVICT_LAST_BYTES = 100e6  # twice the L2 of an H100 or H200
 @dataclass(frozen=True)
 class Config:
     """One CTA per tile of `rows` rows, where a row is one head of one token. A tile of q is rows / q_heads tokens by
-    `q_heads` heads, one of k rows / k_heads tokens by `k_heads` heads. `eviction` is the L2 policy of the loads of q
-    and k."""
+    `q_heads` heads; a tile of k is rows / k_heads tokens by `k_heads` heads. `eviction` is the L2 policy of the loads
+    of q and k."""
 
     rows: int
     q_heads: int
@@ -32,22 +32,22 @@ def pick_config(
     dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> Config:
-    """Configuration for `heads` of q and of k (0: no k). heads_outer: their stride is larger than that of the tokens,
-    as in [B, heads, S, D]. `dims` are the columns of a head that are rotated and those that are copied. Pure.
+    """Configuration of the kernel. `heads` are the numbers of heads of q and of k (0: no k). heads_outer: the stride of
+    heads is larger than that of tokens, as in [B, heads, S, D]. `dims` are the numbers of columns of a head that are
+    rotated and that are copied. Pure.
 
     - warps: 8, always.
     - rows: such that a thread has 16 rotated elements, where a copied column counts half; at most 128.
-    - heads of a tile: the most, a power of two, of which at most an eighth is padding; at most 4 if heads_outer, so
-    that
-      the other rows are consecutive tokens; at least so many that a tile has no more tokens than the sequence.
+    - heads of a tile: the largest power of two with at most an eighth of padding; at most 4 if heads_outer, so that the
+      other rows are consecutive tokens; at least so many that a tile has no more tokens than the sequence.
     - eviction: evict_last above 100 MB of q and k.
 
     Record: `reports/h200` (bench and tune of rope); the comparisons behind each rule are in EXPERIMENTS.md.
     """
     width = triton.next_power_of_2(dims[0]) + (triton.next_power_of_2(dims[1]) // 2 if dims[1] else 0)
     rows = min(128, 1 << ((4096 // width).bit_length() - 1))
-    # Tiles of q and k are launched in groups with the tokens of the larger of the two tiles (plans.py). With more
-    # tokens than the sequence has, most CTAs of the tensor with the smaller tile would have no work.
+    # Tiles of q and k are launched in groups, with the tokens of the tile that has more of them (plans.py). With more
+    # tokens than the sequence has, most CTAs of the other tensor would have no work.
     max_heads, min_heads = (
         (4 if outer else rows for outer in heads_outer),
         rows // min(rows, triton.next_power_of_2(seq)),

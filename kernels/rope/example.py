@@ -1,6 +1,6 @@
 """One call of rope, small or of a size that models have.
 
-`selftest` holds it against the reference, `info` asks which kernels it launches.
+`selftest` compares it with the reference, `info` lists the kernels that it launches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient."""
+    """The `inputs` of the public function, and the names of those with a gradient (`grads`)."""
     batch, length, heads, kv_heads, dim = (2, 5, 3, 1, 8) if small else (1, 4096, 32, 8, 128)
     angles = torch.rand(length, dim // 2, device=device) * 6.28
     inputs = {

@@ -1,10 +1,10 @@
 """Rotary position embedding: the kernel.
 
-Napkin maths, bf16, N elements in q and k together, one NVIDIA H200 that copies 4254 GB/s:
+Estimate, bf16, N elements in q and k together, one NVIDIA H200 that copies 4254 GB/s:
   forward   reads q and k, writes both rotated     4·N bytes   8 x 8192 x (32 + 32) x 128: 2.15 GB, 505 us
   backward  the same with their gradients          4·N bytes
-The tables are read too: 1 MB each at 8192 positions (R / 2 columns), which fit in L2. 3 FLOPs an element are
-negligible, so the floor is that of a copy; every layout reads and writes each element once.
+The tables are also read: 1 MB each at 8192 positions (R / 2 columns), which fit in L2. 3 FLOPs per element are
+negligible, so the lower bound is the time of a copy. Every layout reads and writes each element once.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def _rope_tile(
     ALIGN: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """One tile of ROWS / BLOCK_H tokens by BLOCK_H heads: y = x rotated by sign · angle. EVEN: no token or head of a
-    tile is outside the tensor. ALIGN divides all offsets of rows, which the compiler needs to know for wide
-    accesses."""
+    """Rotates one tile of ROWS / BLOCK_H tokens by BLOCK_H heads by sign · angle. EVEN: no token or head of a tile is
+    out of bounds. ALIGN divides all row offsets, which the compiler needs to know for vector accesses."""
     BLOCK: tl.constexpr = triton.next_power_of_2(HALF)
     row = tl.arange(0, ROWS)
     s = first_s + row // BLOCK_H
@@ -54,10 +53,10 @@ def _rope_tile(
     x_rows = x_ptr + tl.multiple_of(x_row, ALIGN)[:, None]
     y_rows = y_ptr + tl.multiple_of(y_row, ALIGN)[:, None]
 
-    # The tables have no dimension of heads, but each row of the tile loads them again: from L1 for all but the first
-    # head of a token. So a thread loads just the columns that it needs for its 16 bytes of x. Loaded once for a token,
-    # they would be redistributed among threads through shared memory. max_contiguous limits the width of these loads to
-    # the pairs in 16 bytes of x.
+    # The tables have no head dimension, but each row of the tile loads them again, from L1 for all but the first head
+    # of a token. So a thread loads only the columns that it needs for its 16 bytes of x. Loaded once per token, they
+    # would be redistributed among threads through shared memory. max_contiguous limits the width of these loads to the
+    # pairs in 16 bytes of x.
     CONTIGUOUS: tl.constexpr = (64 if INTERLEAVED else 128) // x_ptr.dtype.element_ty.primitive_bitwidth
     col = tl.max_contiguous(tl.arange(0, BLOCK), CONTIGUOUS)[None, :].to(tl.int64)
     in_table = in_rows[:, None] & (col < HALF)
@@ -131,15 +130,15 @@ def _rope_kernel(
     ALIGN: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    TOKENS: tl.constexpr = ROWS // (min(BLOCK_HQ, BLOCK_HK) if HAS_K else BLOCK_HQ)  # of a group of tiles
+    TOKENS: tl.constexpr = ROWS // (min(BLOCK_HQ, BLOCK_HK) if HAS_K else BLOCK_HQ)  # per group of tiles
     q_head_tiles = tl.cdiv(q_heads, BLOCK_HQ)
     q_tiles = q_head_tiles * (TOKENS * BLOCK_HQ // ROWS)
     tiles = q_tiles
     if HAS_K:
         k_head_tiles = tl.cdiv(k_heads, BLOCK_HK)
         tiles += k_head_tiles * (TOKENS * BLOCK_HK // ROWS)
-    # A group is all tiles of q, then of k, for the same TOKENS tokens. Their CTAs have consecutive indices, so that all
-    # but the first find the rows of the tables in a cache.
+    # A group consists of all tiles of q, then of k, for the same TOKENS tokens. Their CTAs have consecutive indices, so
+    # that all but the first read the rows of the tables from a cache.
     tile = tl.program_id(0) % tiles
     group = tl.program_id(0) // tiles
     groups = tl.cdiv(seq, TOKENS)

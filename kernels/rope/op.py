@@ -1,4 +1,4 @@
-"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
+"""The public function: argument checks, the fast eager path, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
@@ -28,33 +28,36 @@ def rope(
     layout: str = "bshd",
     inplace: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Rotary position embedding of q and k in one launch (Su et al. 2021, RoFormer, arXiv:2104.09864, eq. 34).
+    """Rotary position embedding of q and k in one launch.
 
-    The first R columns of each head are R / 2 pairs (a, b); pair i of a token at position p becomes
+    The first R columns of each head are R / 2 pairs (a, b). Pair i of a token at position p becomes
 
         a' = a · cos[p, i] − b · sin[p, i]
         b' = b · cos[p, i] + a · sin[p, i]
 
-    where pair i is columns (i, i + R/2), the halves of Llama and GPT-NeoX, or, `interleaved`, columns (2i, 2i + 1) as
-    in RoFormer and GPT-J. The other D − R columns are passed through. All arithmetic is fp32.
+    Pair i is columns (i, i + R/2), as in Llama and GPT-NeoX, or, with `interleaved`, columns (2i, 2i + 1), as in
+    RoFormer and GPT-J. The other D − R columns are copied unchanged. All arithmetic is fp32.
 
     q, k          [B, S, heads, D] (layout="bshd") or [B, heads, S, D] ("bhsd"), or either without B; D <= 1024; fp32,
-                  fp16 or bf16; any strides, all are read in place. k may have another number of heads and other
-                  strides; with k=None q alone is rotated.
-    cos, sin      [P, W] with P >= S, or [B, S, W] or [1, S, W]; fp32, fp16 or bf16, whatever q is. W is R / 2, or R
-                  with each value twice, as Hugging Face has it (halves: cat(c, c); interleaved:
-                  c.repeat_interleave(2)); the second of the two is not read. They get no gradient.
-    position_ids  [S], [1, S] or [B, S], int32 or int64: the row of the table [P, W] for each token, otherwise
-                  0 .. S − 1. A position outside the table reads nothing and gives NaN in the rotated columns.
-    rotary_dim    R. By default R = D if W = D, else R = 2 W; so it is needed for tables of width R < D alone.
-    inplace       q and k are overwritten, and returned. No gradient may then be asked for: autograd would copy what is
-                  saved in place, and rope needs neither q nor k for its backward.
+                  fp16 or bf16; any strides, read without a copy. k may have another number of heads and other
+                  strides; with k=None only q is rotated.
+    cos, sin      [P, W] with P >= S, or [B, S, W] or [1, S, W]; fp32, fp16 or bf16, independent of q's dtype. W is
+                  R / 2, or R with each value twice, as in Hugging Face (halves: cat(c, c); interleaved:
+                  c.repeat_interleave(2)); the second copy is not read. They get no gradient.
+    position_ids  [S], [1, S] or [B, S], int32 or int64: the row of the table [P, W] for each token, by default
+                  0 .. S − 1. A position outside the table is not read and gives NaN in the rotated columns.
+    rotary_dim    R. By default R = D if W = D, else R = 2 W; so it is needed only for tables of width R < D.
+    inplace       overwrite q and k, and return them. Neither may then require a gradient: autograd would save a copy of
+                  the overwritten tensors, and the backward of rope needs neither q nor k.
 
     Returns (q', k'), or q' without k, in shape and dtype of the inputs; dense, with heads and tokens in the memory
     order of the input. Differentiable in q and k, any number of times.
 
-    Raises TypeError for a wrong dtype; ValueError for a wrong shape, device, layout or rotary_dim, or a tensor that
-    overlaps itself in place; RuntimeError for a gradient in place, or a CPU tensor outside Triton's interpreter.
+    Raises TypeError for a wrong dtype; ValueError for a wrong shape, device, layout or rotary_dim, and with inplace for
+    expanded tensors or k that is q; RuntimeError for a CPU tensor outside Triton's interpreter, for cos or sin that
+    require a gradient, and with inplace for q or k that do; NotImplementedError for forward-mode differentiation.
+
+    Source: Su et al. 2021, RoFormer, arXiv:2104.09864, eq. 34.
     """
     if lean(q, k, cos, sin, position_ids):
         plan = _plan(q, k, cos, sin, position_ids, rotary_dim, interleaved, layout, inplace, False)
@@ -81,7 +84,7 @@ def rope(
 
 
 def _plan(q, k, cos, sin, position_ids, rotary_dim, interleaved, layout, inplace, inverse):
-    """The plan for these arguments, made and kept if it is missing. For plain tensors only (see `lean`)."""
+    """The cached plan for these arguments, created on the first call. For plain tensors only (see `lean`)."""
     tensors = (signature(q), signature(k), signature(cos), signature(sin), signature(position_ids))
     key = (*tensors, rotary_dim, interleaved, layout, inplace, inverse)
     plan = _PLANS.find(key)
@@ -93,7 +96,8 @@ def _plan(q, k, cos, sin, position_ids, rotary_dim, interleaved, layout, inplace
 
 
 def _requires_grad(q, k, cos, sin, inplace) -> bool:
-    """Whether autograd has to record the call. RuntimeError for a gradient that rope does not have."""
+    """Whether autograd has to record the call. Raises RuntimeError where a gradient is required that rope does not
+    compute."""
     if cos.requires_grad or sin.requires_grad:
         raise RuntimeError("rope: cos and sin get no gradient, so they must not require one: detach them")
     if not q.requires_grad and (k is None or not k.requires_grad):
@@ -108,7 +112,7 @@ def _requires_grad(q, k, cos, sin, inplace) -> bool:
 
 
 def _by_library(op, q, k, cos, sin, position_ids, half, interleaved, layout, *inverse):
-    """Calls an op of torch.library, which takes q and k [B, S, heads, D] and tables of width R / 2."""
+    """Calls a custom op, whose arguments are q and k [B, S, heads, D] and tables of width R / 2."""
     if cos.shape[-1] != half:
         step = slice(0, 2 * half, 2) if interleaved else slice(0, half)
         cos, sin = cos[..., step], sin[..., step]
@@ -131,8 +135,8 @@ def _from_bshd(x: torch.Tensor, dims: int, layout: str) -> torch.Tensor:
 
 
 def _check(q, k, cos, sin, position_ids, rotary_dim, layout, inplace) -> int:
-    """Checks all that a plan's key determines and returns R / 2. The rest is for `_requires_grad` and
-    `_check_distinct`."""
+    """Checks everything that a plan's key determines and returns R / 2. `_requires_grad` and `_check_distinct` check
+    the rest."""
     if layout not in LAYOUTS:
         raise ValueError(f"rope: layout must be one of {LAYOUTS}, got {layout!r}")
     tokens = -3 if layout == "bshd" else -2
@@ -222,13 +226,13 @@ def _rotary(dim: int, width: int, rotary_dim: int | None) -> int:
 
 
 def _but_for(x: torch.Tensor, dim: int) -> list[int]:
-    """The shape without a dimension, counted from the end."""
+    """The shape of x without dimension `dim`, which is negative (counted from the end)."""
     return [*x.shape[:dim], *x.shape[x.dim() + dim + 1 :]]
 
 
 class _Rope(torch.autograd.Function):
-    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
-    differentiated."""
+    """The autograd function of eager calls. Its backward calls the custom op where it is traced, transformed by
+    functorch or itself differentiated."""
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, position_ids, plan, rotary_dim, interleaved, layout):
@@ -249,12 +253,12 @@ class _Rope(torch.autograd.Function):
         return dq, dk, None, None, None, None, None, None, None
 
 
-# torch.autograd.Function.apply handles functorch before it calls this; `lean` has ruled functorch out.
+# torch.autograd.Function.apply first handles functorch, then calls this method. `lean` is False under functorch.
 _apply = super(torch.autograd.Function, _Rope).apply
 
 
 def _gradients(dq, dk, cos, sin, position_ids, rotary_dim, interleaved, layout):
-    """dq and dk, which may be None, rotated by the negative angle."""
+    """Returns dq and dk rotated by the negative angle; dk may be None."""
     if lean(dq, dk, cos, sin, position_ids) and not torch.is_grad_enabled():
         plan = _plan(dq, dk, cos, sin, position_ids, rotary_dim, interleaved, layout, False, True)
         return plan(dq, dk, cos, sin, position_ids)
@@ -272,7 +276,7 @@ def _run(q, k, cos, sin, position_ids, interleaved, inplace, inverse):
 
 
 def _empty_like(x: torch.Tensor) -> torch.Tensor:
-    """[B, S, heads, D], dense, with heads and tokens in the memory order of x."""
+    """A dense empty tensor [B, S, heads, D], with heads and tokens in the memory order of x."""
     if x.stride(2) > x.stride(1):
         return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -288,7 +292,7 @@ def _rope_op(
     interleaved: bool,
     inverse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k [B, S, heads, D], with any strides, rotated by the angle or, `inverse`, by its negative."""
+    """Returns q and k [B, S, heads, D] of any strides, rotated by the angle or, with `inverse`, by its negative."""
     q_out, k_out = _run(q, k, cos, sin, position_ids, interleaved, False, inverse)
     return q_out, q.new_empty(0) if k_out is None else k_out
 

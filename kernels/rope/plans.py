@@ -1,4 +1,4 @@
-"""Launch plans of rope: all of a call that does not depend on the tensors' contents and addresses."""
+"""Launch plans of rope: everything in a call that does not depend on the tensors' values and addresses."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def rope_plan(
     inplace: bool,
     inverse: bool,
 ) -> Plan:
-    """A function of (q, k, cos, sin, position_ids), tensors with the signatures of these, that returns q and k rotated
-    by the angle or, with `inverse`, by its negative: q and k themselves if `inplace`, otherwise new tensors of the same
-    shape and layout. k may be None, and then so is its result. `half` is R / 2. `op` has checked the inputs."""
+    """Returns a function of (q, k, cos, sin, position_ids), for all tensors with these signatures. It returns q and k
+    rotated by the angle or, with `inverse`, by its negative: q and k themselves if `inplace`, otherwise new tensors of
+    the same shape and layout. With k=None its result is None. `half` is R / 2. `op` has checked the inputs."""
     device, dtype = q.device, q.dtype
     table_step = slice(None) if cos.shape[-1] == half else _half_of_table(half, interleaved)
-    # Of a table of width R one of each two equal values is read, from the table's start on: only the strides differ.
+    # In a table of width R each value is stored twice. The first copies are a view that differs only in its strides.
     cos_half, sin_half = cos[..., table_step], sin[..., table_step]
     tables_copied = cos_half.stride() != sin_half.stride()
     if tables_copied:
@@ -71,9 +71,9 @@ def _launch(
     layout: str,
     inverse: bool,
 ) -> Launch | None:
-    """The launch, a function of (q, q_out, k, k_out, cos, sin, position_ids); None where there is nothing to rotate.
+    """The launch, a function of (q, q_out, k, k_out, cos, sin, position_ids), or None where q and k have no elements.
     `table`, [P, R / 2] or [B, S, R / 2], has the strides of cos and sin. q_new and k_new are shape and strides of the
-    results, None in place."""
+    results, or None with inplace."""
     batch, seq, heads, dim = _bshd(q, layout, q.shape, fill=1)
     k_heads = 0 if k is None else _bshd(k, layout, k.shape, fill=1)[2]
     if not batch * seq * dim * (heads + k_heads):
@@ -83,15 +83,15 @@ def _launch(
     k_strides = None if k is None else _bshd(k, layout, k.stride())
     q_out_strides = q_strides if q_new is None else _bshd(q, layout, q_new[1])
     k_out_strides = k_strides if k is None or k_new is None else _bshd(k, layout, k_new[1])
-    # Triton specialises for multiples of 16 only, which the strides of a head dimension of 40, 72 or 80 are not.
+    # Triton specialises only for multiples of 16. Strides with a head dimension of 40 or 72 need not be such.
     strides = (q_strides, q_out_strides, k_strides or (), k_out_strides or (), table.stride())
     align = math.gcd(8, *(n for each in strides for n in each[:-1]))
-    rest = 0 if inplace else dim - 2 * half  # in place nothing is copied
+    rest = 0 if inplace else dim - 2 * half  # in place, columns that are not rotated need no copy
     heads_outer = (q_strides[2] > q_strides[1], k_strides is not None and k_strides[2] > k_strides[1])
-    # In the interpreter, that of an sm_80.
+    # The interpreter has no device; sm_80 is assumed.
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
     config = configs.pick_config(batch, seq, (heads, k_heads), heads_outer, (2 * half, rest), q.dtype, capability)
-    # A group of tiles has the tokens of the larger of a tile of q and one of k.
+    # A group of tiles has as many tokens as a tile of q or of k, whichever has more.
     tokens = config.rows // (config.q_heads if k is None else min(config.q_heads, config.k_heads))
     padded = sum(-(-n // block) * block for n, block in ((heads, config.q_heads), (k_heads, config.k_heads)))
     tiles = padded * tokens // config.rows
@@ -129,12 +129,12 @@ def _launch(
 
 
 def _half_of_table(half: int, interleaved: bool) -> slice:
-    """The columns of a table of width R, in which each value stands twice, that hold each value once."""
+    """The columns that hold each value once, in a table of width R that stores each value twice."""
     return slice(0, 2 * half, 2) if interleaved else slice(0, half)
 
 
 def _bshd(x: torch.Tensor, layout: str, sizes: Strides, fill: int = 0) -> Strides:
-    """`sizes` (shape or strides of x) in the order [B, S, heads, D]; `fill` where x has no batch."""
+    """`sizes` (shape or strides of x) in the order [B, S, heads, D]; `fill` for B where x has no batch dimension."""
     sizes = tuple(sizes) if x.dim() == 4 else (fill, *sizes)
     return sizes if layout == "bshd" else (sizes[0], sizes[2], sizes[1], sizes[3])
 
@@ -152,7 +152,7 @@ def _new(x: torch.Tensor, layout: str) -> tuple[torch.Size, Strides]:
 
 
 def _with_batch(tensor: torch.Tensor, dims: int) -> Strides:
-    """The strides, with 0 for a batch dimension that is missing or of size 1."""
+    """The strides of a tensor, with 0 for a batch dimension that is missing or of size 1."""
     strides = tensor.stride()
     if tensor.dim() < dims:
         return (0, *strides)

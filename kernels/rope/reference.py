@@ -17,7 +17,7 @@ def rope_reference(
     layout: str = "bshd",
     inplace: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """A new tensor for each of q and k, whatever `inplace` says."""
+    """Returns a new tensor for each of q and k; `inplace` is ignored."""
     dim, width = q.shape[-1], cos.shape[-1]
     rotary = rotary_dim or (dim if width == dim else 2 * width)
     if width == rotary:
@@ -28,7 +28,7 @@ def rope_reference(
     elif cos.dim() == 2:
         seq = q.shape[-3 if layout == "bshd" else -2]
         cos, sin = cos[:seq], sin[:seq]
-    heads = -2 if layout == "bshd" else -3  # where the tables, which have no heads, get a dimension for them
+    heads = -2 if layout == "bshd" else -3  # where the tables get a broadcast head dimension
     wide = torch.promote_types(q.dtype, torch.float32)
     cos, sin = cos.to(wide).unsqueeze(heads), sin.to(wide).unsqueeze(heads)
 

@@ -1,4 +1,4 @@
-"""What is special to rope; `tests/test_specs.py` checks the rest from SPEC."""
+"""Properties specific to rope; `tests/test_specs.py` checks the rest from SPEC."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tables(positions: int, half: int, dtype: torch.dtype = torch.float32) -> tup
 
 
 def test_equals_hugging_face() -> None:
-    """`apply_rotary_pos_emb` of its Llama: [B, heads, S, D], tables [B, S, D] that repeat the half."""
+    """`apply_rotary_pos_emb` of Hugging Face's Llama: [B, heads, S, D], tables [B, S, D] with repeated halves."""
     q, k, (cos, sin) = normal(2, 4, 5, 16), normal(2, 2, 5, 16), tables(5, 8)
     cos, sin = (torch.cat((t, t), -1).expand(2, 5, 16) for t in (cos, sin))
 
@@ -158,7 +158,7 @@ def test_differentiable_twice(full) -> None:
 
 
 class Library(TorchDispatchMode):
-    """Changes nothing, but under it a call goes through torch.library."""
+    """Changes nothing, but a call under this mode goes through the custom op."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -221,7 +221,7 @@ def test_in_place_tells_autograd() -> None:
 
 
 def test_autocast_leaves_the_dtypes_alone() -> None:
-    """q and k come from a projection in half precision, the tables stay fp32."""
+    """q and k come from a projection in half precision, the tables remain fp32."""
     x, weight, (cos, sin) = normal(2, 5, 32), normal(32, 32), tables(5, 8)
     with torch.autocast(DEVICE, torch.float16):
         q = (x @ weight).unflatten(-1, (2, 16))
@@ -295,7 +295,7 @@ def test_a_step_of_decoding_needs_two_tiles_a_sequence() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_more_than_two_to_the_31_elements(layout) -> None:
-    """Offsets are 64 bits wide: the last tokens, and the second head of [B, heads, S, D], lie past what 32 reach."""
+    """Offsets have 64 bits: those of the last tokens, and of the second head of [B, heads, S, D], exceed 32."""
     seq, dim, (cos, sin) = 2**24 + 3, 128, tables(4096, 64, torch.bfloat16)
     shape = (1, seq, 2, dim) if layout == "bshd" else (1, 2, seq, dim)
     q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Products with weights of 2:4 structured sparsity, their compressed form, forward and backward."""
+"""GEMM with weights of 2:4 structured sparsity, forward and backward, and their compressed form."""
 
 from .op import sparse_matmul
 from .op_compress import Compressed, compress, decompress, prune

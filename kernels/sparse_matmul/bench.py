@@ -28,7 +28,7 @@ from .reference import activated, compressed, decompressed, kept, pruned, sparse
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-TENSOR, ROW = "tensor", "row"  # what shares a scale
+TENSOR, ROW = "tensor", "row"  # granularities of a scale
 CHUNK = 4  # K is a multiple of it
 
 
@@ -45,8 +45,8 @@ def _case(
 def _case8(
     m: int, k: int, n: int, scaling: str, dtype: torch.dtype | None = None, bench: bool = False, **params
 ) -> Case:
-    """Of 8 bits, in which K is a multiple of 64. `formats` of x and the weight: both are e4m3 unless it is given.
-    `dtype`: fp16 results."""
+    """A case in fp8, where K is a multiple of 64. `formats` are those of x and the weight, by default both e4m3. With
+    `dtype` fp16 the result is fp16."""
     formats = params.pop("formats", "e4m3")
     words = (f"{m}x{k}x{n}", "fp16" if dtype else "", formats, scaling, *params.values())
     own, least = (dtype, (0, 0)) if dtype else (FORMATS[formats.split(".")[0]], FIRST_CAPABILITY)
@@ -55,7 +55,7 @@ def _case8(
 
 
 def _case_of(function: str, n: int, k: int, dtype: torch.dtype, bench: bool = False) -> Case:
-    """Of "compress" or "prune" of a weight [n, k]."""
+    """A case of "compress" or "prune" for a weight [n, k]."""
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     dims = {"n": n, "k4": k // CHUNK}
     return Case(f"{function}-{n}x{k}-{short}", dims, dtype, {"function": function}, bench, modes=("fwd",))
@@ -68,7 +68,7 @@ CASES = (
     *(_case8(m, k, n, TENSOR, bench=True) for m, k, n in SIZES),
     _case8(8192, 8192, 8192, ROW, bench=True),
     *(_case_of(function, n, k, BF16, True) for function in ("compress", "prune") for n, k in WEIGHTS),
-    # What goes wrong: plain first, tails in every dimension, nothing.
+    # Boundary cases: partial tiles in every dimension, empty; the first has no options.
     _case(5, 24, 20, FP32),
     _case(19, 32, 17, FP16, bias=True, activation="gelu_tanh"),
     _case(0, 8, 3, FP32, bias=True),
@@ -91,7 +91,7 @@ CASES = (
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """Products of variance 1; of `compress` a weight with 2:4 sparsity, of `prune` a dense one."""
+    """Inputs whose GEMM has variance 1; a weight of 2:4 sparsity for `compress`, a dense one for `prune`."""
     if "scaling" in case.params:
         return _make_inputs8(case, device, generator)
     m, k, n = sizes(case)
@@ -114,7 +114,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 
 def _make_inputs8(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """Scales come first, for the checks write special values into the first input."""
+    """Inputs in fp8. Scales come first, because the checks write special values into the first input."""
     if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         raise execute.Unavailable("needs compute capability {}.{} in 8 bits".format(*FIRST_CAPABILITY))
     m, k, n = sizes(case)
@@ -142,7 +142,7 @@ def _make_inputs8(case: Case, device: torch.device | str, generator: torch.Gener
 
 
 def _metadata(n: int, k: int, device: torch.device | str, generator: torch.Generator | None) -> torch.Tensor:
-    """Four codes in a word, each of positions i < j; that of 16 bits with its sign."""
+    """Random metadata: four codes per word, each with positions i < j, as int16."""
 
     def below(high: int, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randint(high, shape, device=device, generator=generator)
@@ -155,7 +155,7 @@ def _metadata(n: int, k: int, device: torch.device | str, generator: torch.Gener
 
 
 def sizes(case: Case) -> tuple[int, int, int]:
-    """M, K and N. Of 8 bits K is rounded up to a multiple of 64. What has no x has an M of 0."""
+    """M, K and N. For fp8 K is rounded up to a multiple of 64. Cases without x have M = 0."""
     depth = CHUNK * case.dims["k4"]
     return case.dims.get("m", 0), -(-depth // BLOCK_K) * BLOCK_K if "scaling" in case.params else depth, case.dims["n"]
 
@@ -167,10 +167,10 @@ def _words(case: Case) -> int:
 
 
 def cost(case: Case, mode: str) -> Cost:
-    """Useful FLOPs: those of the elements that are kept, half of the dense product's. Sparse tensor cores need the time
-    of as many dense ones. Backward: dy, x, the weight, all gradients, and the activation's argument."""
+    """Useful FLOPs: those of the kept elements, half of the dense GEMM's. Sparse tensor cores execute them in the time
+    of as many dense FLOPs. Backward: dy, x, the weight, all gradients, and the pre-activation."""
     m, k, n = sizes(case)
-    if function := case.params.get("function"):  # a comparison an element; the mask has a byte for each
+    if function := case.params.get("function"):  # one comparison per element; the mask has one byte per element
         written = n * k // 2 * case.dtype.itemsize + 2 * _words(case)
         written = written if function == "compress" else n * k * (case.dtype.itemsize + 1)
         return Cost(n * k, n * k * case.dtype.itemsize + written)
@@ -194,8 +194,8 @@ def extra_bytes(case: Case, mode: str) -> dict[str, int]:
 
 
 def _once_a_weight(make: Callable[..., Any]) -> Callable[..., Any]:
-    """What `make` makes of values and metadata, kept for as long as the values live unchanged. A scale may
-    stand for values."""
+    """Caches the result of `make` for values and metadata, as long as the values exist unchanged. The first argument
+    may also be a scale."""
     made = WeakTensorKeyDictionary()
 
     def get(values: torch.Tensor, metadata: Any) -> Any:
@@ -209,7 +209,7 @@ def _once_a_weight(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Dense(torch.autograd.Function):
-    """The dense weight that was made of these values; its gradient where they are kept."""
+    """Returns the dense weight of these values; the backward gathers its gradient at the kept positions."""
 
     @staticmethod
     def forward(ctx, values, weight, columns):
@@ -222,8 +222,8 @@ class _Dense(torch.autograd.Function):
 
 
 def _torch() -> Op:
-    """A product of cuBLAS with the pruned weight as it is: what a PyTorch user would write. Of 8 bits it has fast
-    accumulation, as ours."""
+    """A cuBLAS GEMM with the dense pruned weight, as a PyTorch user would write. In fp8 it uses fast accumulation, as
+    our kernels do."""
     weights = _once_a_weight(lambda v, m: (decompressed(v, m), kept(m, v.shape[0], 2 * v.shape[1])))
     weights8 = _once_a_weight(_dense8)
 
@@ -239,14 +239,14 @@ def _torch() -> Op:
 
 
 def _dense8(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
-    """The bytes of the dense weight. Where a code is put does not depend on what it stands for."""
+    """The dense weight as bytes. The position of a code does not depend on the format, so e4m3 serves for both."""
     return decompressed(values.view(FORMATS["e4m3"]), metadata).view(torch.uint8)
 
 
 def _cusparselt(vector: bool = True) -> Op:
-    """cuSPARSELt with the algorithm that its search finds for a shape, at the first call of that shape. Of 8 bits it
-    takes a scale for each row of the weight (`vector`), which stays on the GPU; of a single number PyTorch reads the
-    value on the host, so that each call waits for the GPU."""
+    """cuSPARSELt with the algorithm that its search selects in the first call with a shape. In fp8 it has a scale per
+    row of the weight (`vector`), which remains on the GPU. A single scale is read on the host by PyTorch, so that each
+    call synchronises."""
     _need_cusparselt()
     weights = _once_a_weight(lambda values, metadata: torch._cslt_compress(decompressed(values, metadata)))
     weights8 = _once_a_weight(lambda v, m: torch._cslt_compress(_dense8(v, m).view(FORMATS["e4m3"])))
@@ -275,7 +275,7 @@ def _need_cusparselt() -> None:
 
 
 def _cusparselt_compress() -> Op:
-    """Its result has an order of its own: nothing to hold against ours but the time."""
+    """Its result has a different layout, so only the times can be compared."""
     _need_cusparselt()
     return lambda w, function: torch._cslt_compress(w)
 
@@ -293,7 +293,7 @@ def _compresses(case: Case, mode: str) -> str | None:
     return None if case.bench and case.params.get("function") == "compress" else "it compresses, in 16 bits"
 
 
-# What compress and prune are held against: a copy of the weight, and the other library's compression.
+# compress and prune are compared with a copy of the weight, compress also with cuSPARSELt's compression.
 COPY = Yardstick("copy", load=lambda: lambda w, function: w.clone(), cost=_copy_cost, supports=_has_no_product)
 CUSPARSELT_COMPRESS = Yardstick("cusparselt-compress", load=_cusparselt_compress, cost=cost, supports=_compresses)
 
@@ -313,8 +313,8 @@ REFERENCES: dict[str, Op] = {"compress": compressed, "prune": pruned}
 
 
 def _of_tensors(op: Op, functions: Mapping[str, Op] = FUNCTIONS) -> Op:
-    """The op on the two tensors of a compressed weight; on bytes and the formats that they are of. Or, of a case that
-    names one, another function of the folder."""
+    """Adapts the op to the two tensors of a compressed weight, and to bytes with their formats. A case with `function`
+    calls that function of the folder instead."""
 
     def run(x=None, values=None, metadata=None, bias=None, activation=None, formats=None, **options):
         if function := options.get("function"):
@@ -327,7 +327,7 @@ def _of_tensors(op: Op, functions: Mapping[str, Op] = FUNCTIONS) -> Op:
 
 
 def _candidates(order: Callable[[int, int, int], tuple[int, int, int]]) -> Callable[[Case], list[configs.Config]]:
-    """Tiles and steps of each product; `order` makes (block_m, block_n, block_k) of its own two and its step."""
+    """Candidate tiles and K-blocks; `order` returns (block_m, block_n, block_k) from the tile and the K-block."""
 
     def candidates(case: Case) -> list[configs.Config]:
         return [
@@ -362,7 +362,7 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    """Of "cuda" nothing is checked here: the checks try layouts that it does not take, and test_sm90.py has its own."""
+    """Always a reason for "cuda": the generic checks try layouts that it does not support. test_sm90.py checks it."""
     if implementation == "triton":
         return "it is what auto takes" if case.dtype == FP32 or sizes(case)[0] <= 64 else None
     return "it is checked by tests of its own; auto takes it where it can" if implementation == "cuda" else None
@@ -391,7 +391,7 @@ SPEC = KernelSpec(
         "triton": _of_tensors(partial(sparse_matmul, backend="triton")),
         "cuda": _of_tensors(partial(sparse_matmul, backend="cuda")),
     },
-    # Elsewhere the first is the second.
+    # On other GPUs "auto" is "triton".
     min_capability={"triton": (9, 0), "cuda": (9, 0)},
     unsupported_reason=_unsupported_reason,
     alias_reason=_alias_reason,
@@ -417,10 +417,10 @@ SPEC = KernelSpec(
     cases=CASES,
     grads=("x", "values", "bias"),
     determinism={"fwd": "run-to-run", "bwd": "run-to-run"},
-    # The sparse tensor cores do not multiply what is pruned: an inf of x there does not reach y.
+    # The sparse tensor cores skip pruned elements: an inf of x there does not reach y.
     finite_only=lambda case: case.dtype != FP32,
-    # Hopper's tensor cores cut sums of fp8 products to 13 bits behind the point. A sum near 0 may thus have the wrong
-    # sign, which an infinite scale would make all of the result.
+    # Hopper's tensor cores truncate fp8 accumulators to 13 bits after the binary point. So a sum near 0 may have the
+    # wrong sign, which with an infinite scale would decide the result.
     product_error=lambda inputs: 2**-12 if "formats" in inputs else 0.0,
     limits={"scale_x": 1e30, "scale_w": 1e30},
     unit="rows",

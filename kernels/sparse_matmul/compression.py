@@ -14,8 +14,8 @@ from .kernel import _codes, _kept, _places, _weight_tile, _word_of_columns, _wor
 
 
 def _table() -> int:
-    """4 bits for each pattern of non-zeros in a chunk (bit p: that at p): the positions of the first two, filled up by
-    the lowest others."""
+    """4 bits for each pattern of non-zeros in a chunk (bit p: element p): the positions of the first two, completed by
+    the lowest other positions."""
     table = 0
     for pattern in range(16):
         order = sorted(range(4), key=lambda p: (not pattern >> p & 1, p))
@@ -29,7 +29,7 @@ CODES = tl.constexpr(_table())
 
 @triton.jit
 def _not_zero(x):
-    """Whether elements differ from zero. A byte is a number of 8 bits, the highest of which is its sign."""
+    """Whether elements differ from zero. A byte is an fp8 value, whose highest bit is the sign."""
     if x.dtype == tl.uint8:
         x = x & 0x7F
     return x != 0
@@ -39,8 +39,7 @@ def _not_zero(x):
 def _sparse_matmul_compress_kernel(
     w_ptr, values_ptr, metadata_ptr, n_size, depth, stride_wn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """values [N, K / 2] and metadata of w, whose numbers of 8 bits are bytes. Words beyond the end have the code of
-    zeros."""
+    """Compresses w to values [N, K / 2] and metadata; fp8 is uint8. Metadata out of bounds has the code of zeros."""
     tiles_k = tl.cdiv(depth, BLOCK_K)
     n = tl.program_id(0) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(0) % tiles_k * BLOCK_K
@@ -67,14 +66,15 @@ def _sparse_matmul_compress_kernel(
 def _sparse_matmul_prune_kernel(
     w_ptr, out_ptr, mask_ptr, size, SIGN_OFF: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Of `size` numbers in chunks of 4 the two largest magnitudes and where they are. Numbers are integers of their
-    bits, whose order without the sign is that of magnitudes; every NaN counts as NAN. 2 · itemsize + 1 bytes each."""
+    """Keeps the two largest magnitudes of each chunk of 4 of `size` elements, and writes the mask. Elements are loaded
+    as integers: without the sign bit they are ordered as the magnitudes, and every NaN is replaced by NAN. Reads and
+    writes 2 · itemsize + 1 bytes per element."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(w_ptr + at, mask=at < size, other=0)
     even, odd = tl.split(tl.reshape(tl.minimum(x & SIGN_OFF, NAN), [BLOCK // 4, 2, 2]))
     m0, m2 = tl.split(even)
     m1, m3 = tl.split(odd)
-    # One for each that is ahead: larger, or equal at a lower position.
+    # Counts the elements that precede each one: larger, or equal at a lower position.
     ahead0 = (m1 > m0).to(tl.int32) + (m2 > m0).to(tl.int32) + (m3 > m0).to(tl.int32)
     ahead1 = (m0 >= m1).to(tl.int32) + (m2 > m1).to(tl.int32) + (m3 > m1).to(tl.int32)
     ahead2 = (m0 >= m2).to(tl.int32) + (m1 >= m2).to(tl.int32) + (m3 > m2).to(tl.int32)
@@ -88,7 +88,7 @@ def _sparse_matmul_prune_kernel(
 def _sparse_matmul_gather_kernel(
     dense_ptr, metadata_ptr, values_ptr, n_size, depth, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """values [N, K / 2]: of a dense [N, K] what the metadata keeps."""
+    """values [N, K / 2]: the elements of a dense [N, K] at the kept positions."""
     tiles_k = tl.cdiv(depth, BLOCK_K)
     n = tl.program_id(0) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(0) % tiles_k * BLOCK_K
@@ -105,7 +105,7 @@ def _sparse_matmul_gather_kernel(
 def _sparse_matmul_decompress_kernel(
     values_ptr, metadata_ptr, w_ptr, n_size, depth, stride_vn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """The weight [N, K]."""
+    """Decompresses values and metadata to the weight [N, K]."""
     tiles_k = tl.cdiv(depth, BLOCK_K)
     n = tl.program_id(0) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(0) % tiles_k * BLOCK_K

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-MIN_BLOCK = 16  # what tl.dot takes
+MIN_BLOCK = 16  # minimum block of tl.dot
 
 
 @dataclass(frozen=True)

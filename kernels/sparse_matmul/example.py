@@ -1,6 +1,6 @@
 """One call of sparse_matmul, small or of a size that models have.
 
-`selftest` holds it against the reference, `info` asks which kernels it launches.
+`selftest` compares it with the reference, `info` lists the kernels that it launches.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient, and options that choose a version, and
-    what "auto" is of them on Hopper."""
+    """The `inputs` of the public function, the names of those with a gradient (`grads`), the options that select a
+    version (`versions`), and the ones that "auto" selects on Hopper (`hopper`)."""
     rows, cols, depth = (5, 20, 32) if small else (4096, 11008, 4096)
-    # In a word of metadata the last chunk keeps its elements 0 and 1, the others 0 and one of 1 to 3.
+    # In each word of metadata the last chunk keeps elements 0 and 1, the others 0 and one of 1 to 3.
     words = -(-depth // 64), -(-cols // 16), 64
     metadata = 0x4000 + 0x0444 * torch.randint(1, 4, words, device=device, dtype=torch.int16)
     values = torch.randn(cols, depth // 2, device=device, dtype=dtype) * (2 / depth) ** 0.5

@@ -1,6 +1,6 @@
 """The compressed form of a weight [N, K] with 2:4 sparsity, and the order of its metadata.
 
-Of each chunk of 4 elements along K two are kept, at positions i < j of the chunk. The chunk's code has 4 bits: i in the
+Two of each chunk of 4 elements along K are kept, at positions i < j of the chunk. The chunk's code has 4 bits: i in the
 lower two, j in the upper two. Codes are in the order in which the sparse wgmma reads them (PTX ISA, "Sparse matrix
 storage" and "Matrix fragments" of wgmma.mma_async.sp), in blocks of 16 rows by 64 of K with 64 words of 16 bits:
 
@@ -21,16 +21,16 @@ from __future__ import annotations
 import torch
 
 CHUNK = 4  # elements of which two are kept
-BLOCK_N, BLOCK_K = 16, 64  # of a block of metadata
-WORDS = 64  # of a block
+BLOCK_N, BLOCK_K = 16, 64  # size of a block of metadata
+WORDS = 64  # per block
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def multiple(dtype: torch.dtype) -> int:
-    """What K is a multiple of: in 8 bits whole instructions, so that rows of values begin on 16-byte boundaries."""
+    """K must be a multiple of this: for fp8 the K of one instruction, so that rows of values are 16-byte aligned."""
     return BLOCK_K if dtype in EIGHT_BITS else CHUNK
 
 
 def metadata_shape(rows: int, depth: int) -> tuple[int, int, int]:
-    """Of a weight [rows, depth]."""
+    """The shape of the metadata of a weight [rows, depth]."""
     return -(-depth // BLOCK_K), -(-rows // BLOCK_N), WORDS

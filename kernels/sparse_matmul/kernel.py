@@ -19,12 +19,13 @@ import triton.language as tl
 
 from .activation import _activation, _activation_and_gradient
 
-# What changes from call to call comes first, then integers, then constexprs: see `Launch`.
+# The order of parameters is tensors, then integers, then constexprs, as `Launch` requires.
 
 
 @triton.jit
 def _tile_of(tiles_m, tiles_n, GROUP: tl.constexpr):
-    """This CTA's row and column of tiles: GROUP tiles of rows for one column, then those for the next, for L2."""
+    """The row and column of this CTA's tile. Grouped tile order, for L2: GROUP vertically adjacent tiles, then the next
+    column."""
     band = GROUP * tiles_n
     first = tl.program_id(0) // band * GROUP
     height = tl.minimum(tiles_m - first, GROUP)
@@ -34,7 +35,7 @@ def _tile_of(tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def _word_of_row(n, EIGHT: tl.constexpr):
-    """The first word of a block that has codes of rows n. The order is that of formats.py, EIGHT: of 8 bits."""
+    """The first word in a block with codes of rows n, in the order of formats.py. EIGHT: values have 8 bits."""
     if EIGHT:
         word = n % 8 * 8 + n % 16 // 8 * 2
     else:
@@ -44,7 +45,7 @@ def _word_of_row(n, EIGHT: tl.constexpr):
 
 @triton.jit
 def _word_of_columns(sixteenth, EIGHT: tl.constexpr):
-    """How far behind that one are those of these 16 of the block's k, 0 to 3."""
+    """The offset from the first word of a row to the word of each 16 of the block's 64 of K, numbered 0 to 3."""
     if EIGHT:
         word = sixteenth // 2 * 4 + sixteenth % 2
     else:
@@ -54,7 +55,7 @@ def _word_of_columns(sixteenth, EIGHT: tl.constexpr):
 
 @triton.jit
 def _codes(metadata_ptr, n, chunk, rows, chunks, EIGHT: tl.constexpr = False):
-    """Codes of these chunks of these rows of the weight, 0 beyond its end. EIGHT: of values of 8 bits."""
+    """Loads the codes of these chunks of rows n of the weight, 0 out of bounds. EIGHT: values have 8 bits."""
     block = (chunk // 16).to(tl.int64)[None, :] * tl.cdiv(rows, 16) + (n // 16)[:, None]
     word = _word_of_row(n, EIGHT)[:, None] + _word_of_columns(chunk % 16 // 4, EIGHT)[None, :]
     inside = (n < rows)[:, None] & (chunk < chunks)[None, :]
@@ -66,8 +67,8 @@ def _codes(metadata_ptr, n, chunk, rows, chunks, EIGHT: tl.constexpr = False):
 def _weight_tile(
     values_ptr, metadata_ptr, n, first, rows, depth, stride_vn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Rows n of the weight, BLOCK_K columns from `first` on: [BLOCK_N, BLOCK_K], zeros beyond its end. Values of 8 bits
-    are bytes, and so is what is made of them."""
+    """Loads and decompresses a tile of the weight [BLOCK_N, BLOCK_K], rows n and columns from `first` on, with zeros
+    out of bounds. fp8 values are bytes, and so is their tile."""
     EIGHT: tl.constexpr = values_ptr.dtype.element_ty == tl.uint8
     half = first // 2 + tl.arange(0, BLOCK_K // 2)
     inside = (n < rows)[:, None] & (half < depth // 2)[None, :]
@@ -75,8 +76,8 @@ def _weight_tile(
     a, b = tl.split(tl.reshape(values, [BLOCK_N, BLOCK_K // 4, 2]))
     code = _codes(metadata_ptr, n, first // 4 + tl.arange(0, BLOCK_K // 4), rows, depth // 4, EIGHT)
     zero = tl.zeros([BLOCK_N, BLOCK_K], values.dtype)
-    # Selected on the whole tile: where a reshape is last, as of four joined parts, and wgmma reads the tile from shared
-    # memory, Triton 3.6's compiler stops ("PassManager::run failed").
+    # The selection is on the whole tile. If a reshape (of four joined parts) came last and wgmma read the tile from
+    # shared memory, Triton 3.6's compiler would fail ("PassManager::run failed").
     place = (tl.arange(0, BLOCK_K) % 4)[None, :]
     second = tl.where(_four_times(code >> 2) == place, _four_times(b), zero)
     return tl.where(_four_times(code & 3) == place, _four_times(a), second)
@@ -84,7 +85,7 @@ def _weight_tile(
 
 @triton.jit
 def _four_times(x):
-    """[N, C] to [N, 4 * C]: each element four times."""
+    """Repeats each element four times: [N, C] to [N, 4 * C]."""
     wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], 4])
     return tl.reshape(wide, [x.shape[0], 4 * x.shape[1]])
 
@@ -100,7 +101,7 @@ def _places(x, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _kept(x, code, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The two elements of each chunk of x that its code names, [BLOCK_N, BLOCK_K / 2]."""
+    """The two elements of each chunk of x that its code selects, [BLOCK_N, BLOCK_K / 2]."""
     x0, x1, x2, x3 = _places(x, BLOCK_N, BLOCK_K)
     i, j = code & 3, code >> 2
     a = tl.where(i == 0, x0, tl.where(i == 1, x1, x2))
@@ -128,11 +129,11 @@ def _sparse_matmul_fwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """y [M, N] = act(z), z = x · wᵀ + bias; z is stored too unless z_ptr is None."""
+    """y [M, N] = act(z), z = x · wᵀ + bias. z is also stored unless z_ptr is None."""
     tile_m, tile_n = _tile_of(tl.cdiv(m_size, BLOCK_M), tl.cdiv(n_size, BLOCK_N), GROUP)
     m, n, k = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     x_row = x_ptr + m.to(tl.int64)[None, :] * stride_xm
-    # The weight is the first operand, which wgmma takes from the registers that it is decompressed in.
+    # The weight is the A operand, which wgmma can read from registers, where it is decompressed.
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for first in tl.range(0, depth, BLOCK_K):
         inside = (first + k < depth)[:, None] & (m < m_size)[None, :]
@@ -154,7 +155,7 @@ def _sparse_matmul_fwd_kernel(
 
 @triton.jit
 def _sparse_matmul_activation_kernel(z_ptr, y_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """y = act(z), of `count` elements; y may be z."""
+    """y = act(z) for `count` elements; y may be z."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(z_ptr + at, mask=at < count, other=0.0).to(tl.float32)
     tl.store(y_ptr + at, _activation(z, ACTIVATION).to(y_ptr.dtype.element_ty), mask=at < count)
@@ -164,7 +165,7 @@ def _sparse_matmul_activation_kernel(z_ptr, y_ptr, count, ACTIVATION: tl.constex
 def _sparse_matmul_dz_kernel(
     dy_ptr, z_ptr, dz_ptr, count, n_size, stride_dy, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """dz = dy · act'(z), contiguous [M, N] of `count` elements."""
+    """dz = dy · act'(z), contiguous [M, N] with `count` elements."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     dy = tl.load(dy_ptr + at // n_size * stride_dy + at % n_size, mask=inside, other=0.0).to(tl.float32)
@@ -219,7 +220,7 @@ def _sparse_matmul_dvalues_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """dvalues [N, K / 2]: of dzᵀ · x, summed over rows in their order, what the metadata keeps."""
+    """dvalues [N, K / 2]: the elements of dzᵀ · x at the kept positions, summed over rows in order."""
     tile_n, tile_k = _tile_of(tl.cdiv(n_size, BLOCK_N), tl.cdiv(depth, BLOCK_K), GROUP)
     n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)

@@ -23,13 +23,13 @@ from .kernel import _tile_of, _weight_tile
 
 @triton.jit
 def _numbers(code, E4M3: tl.constexpr, DECODE: tl.constexpr):
-    """What bytes stand for: float8 or, with DECODE, fp16, which has all of their values. That is for Triton's
-    interpreter alone, whose own conversions of float8 are wrong. What is float8 already stays so."""
+    """Converts bytes to float8 or, with DECODE, to fp16, which can represent all fp8 values. DECODE is only for
+    Triton's interpreter, whose own conversions of float8 are wrong. float8 input is unchanged."""
     if code.dtype != tl.uint8:
         x = code
     elif not DECODE:
         x = code.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True)
-    elif E4M3:  # fp16 has a bias that is 8 more
+    elif E4M3:  # the exponent bias of fp16 is larger by 8
         wide = code.to(tl.uint16)
         x = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
         x = tl.where((wide & 0x7F) == 0x7F, float("nan"), x.to(tl.float32) * 256.0).to(tl.float16)
@@ -38,7 +38,7 @@ def _numbers(code, E4M3: tl.constexpr, DECODE: tl.constexpr):
     return x
 
 
-# What changes from call to call comes first, then integers, then constexprs: see `Launch`.
+# The order of parameters is tensors, then integers, then constexprs, as `Launch` requires.
 @triton.jit(do_not_specialize=["m_size", "stride_sx", "stride_sw", "stride_bias"])
 def _sparse_matmul_fp8_kernel(
     x_ptr,
@@ -65,8 +65,8 @@ def _sparse_matmul_fp8_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """y [M, N] = act(x · wᵀ, scaled, + bias). Values are bytes, and with DECODE x is; scales are by their strides, of
-    which that of one scale for all is 0. `depth` is a multiple of BLOCK_K."""
+    """y [M, N] = act(scale_x · scale_w · (x · wᵀ) + bias). Values are bytes, with DECODE also x. The stride of a scale
+    per tensor is 0. `depth` is a multiple of BLOCK_K."""
     tile_m, tile_n = _tile_of(tl.cdiv(m_size, BLOCK_M), tl.cdiv(n_size, BLOCK_N), GROUP)
     m, n, k = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     inside_m, inside_n = m < m_size, n < n_size

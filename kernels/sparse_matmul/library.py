@@ -20,7 +20,7 @@ Decompress = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def decompress_plan(values: torch.Tensor, capability: tuple[int, int]) -> Decompress:
-    """Takes (values, metadata) like these, with rows that are contiguous, and returns the weight [N, K]."""
+    """Returns a function of (values, metadata) that returns the weight [N, K]. Rows of values are contiguous."""
     rows, depth = values.shape[0], 2 * values.shape[1]
     launch = _tiled(_sparse_matmul_decompress_kernel, values, (rows, depth, values.stride(0)), capability)
 
@@ -35,8 +35,8 @@ def decompress_plan(values: torch.Tensor, capability: tuple[int, int]) -> Decomp
 def fwd_launch(
     x: torch.Tensor, values: torch.Tensor, activation: str | None, capability: tuple[int, int]
 ) -> Callable[..., None]:
-    """Writes y and, with an activation, z unless it is None, given (x, values, metadata, bias, y, z). z is rounded
-    before it is activated, as PyTorch does."""
+    """Returns a function of (x, values, metadata, bias, y, z) that writes y and, with an activation, z unless that is
+    None. z is rounded before the activation, as in PyTorch."""
     (rows, depth), cols = x.shape, values.shape[0]
     decompressed, activate = decompress_plan(values, capability), None
     if activation is not None:
@@ -59,7 +59,7 @@ def fwd_launch(
 
 
 def dx_launch(rows: int, values: torch.Tensor, capability: tuple[int, int]) -> Callable[..., None]:
-    """Writes dx, given (dz, values, metadata, dx)."""
+    """Returns a function of (dz, values, metadata, dx) that writes dx."""
     decompressed = decompress_plan(values, capability)
 
     def run(dz: torch.Tensor, values: torch.Tensor, metadata: torch.Tensor, dx: torch.Tensor) -> None:
@@ -70,7 +70,7 @@ def dx_launch(rows: int, values: torch.Tensor, capability: tuple[int, int]) -> C
 
 
 def dvalues_launch(rows: int, values: torch.Tensor, capability: tuple[int, int]) -> Callable[..., None]:
-    """Writes dvalues, given (dz, x, metadata, dvalues): what is kept of the dense gradient, which is in memory."""
+    """A function of (dz, x, metadata, dvalues) that writes dvalues, gathered from a dense gradient in memory."""
     cols, depth = values.shape[0], 2 * values.shape[1]
     gather = _tiled(_sparse_matmul_gather_kernel, values, (cols, depth), capability)
 
@@ -81,7 +81,7 @@ def dvalues_launch(rows: int, values: torch.Tensor, capability: tuple[int, int])
 
 
 def _tiled(kernel, values: torch.Tensor, sizes: tuple[int, ...], capability: tuple[int, int]) -> Launch:
-    """A launch with a CTA for each tile of the weight."""
+    """A launch with one CTA per tile of the weight."""
     rows, depth = values.shape[0], 2 * values.shape[1]
     config = configs.pick_compress_config(rows, depth, values.dtype, capability)
     grid = (triton.cdiv(rows, config.block_n) * triton.cdiv(depth, config.block_k),)

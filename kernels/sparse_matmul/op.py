@@ -1,4 +1,4 @@
-"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
+"""The public function: argument checks, the fast eager path, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
@@ -28,43 +28,44 @@ def sparse_matmul(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """A linear layer whose weight w [N, K] has 2:4 sparsity and is compressed, with an activation in its epilogue.
+    """A linear layer with a compressed weight w [N, K] of 2:4 sparsity, and an activation in the epilogue.
 
         y = act(x · wᵀ + bias)
 
-    Sums are fp32 (fp32 operands are not rounded to tf32). Differentiable, once, in x, the values and bias; the gradient
-    of the values is that of the dense weight, dyᵀ · x, where they are kept. Everything is summed in a fixed order, so
-    that repeated runs agree bit for bit. With an activation and gradients, its argument is saved in x's dtype.
+    Accumulation is in fp32 (fp32 operands are not rounded to tf32). Differentiable, once, in x, the values and bias.
+    The gradient of the values is that of the dense weight, dyᵀ · x, at the kept positions. All sums have a fixed order,
+    so that repeated runs agree bit for bit. With an activation and gradients, the pre-activation is saved in x's dtype.
 
-    With x and values in 8 bits, each of either format, sums are scaled in fp32 before the bias is added:
+    With x and values in fp8, each in either format, the accumulators are scaled in fp32 before the bias is added:
 
         y[m, n] = act(scale_x[m] · scale_w[n] · Σ_k x[m, k] · w[n, k] + bias[n])
 
-    The tensor cores keep the whole sum, for which Hopper's have about 14 bits. That product has no gradient: an input
-    that requires one is an error where gradients are recorded, never a zero.
+    The tensor cores accumulate over all of K; Hopper's fp8 accumulators have about 14 bits. The fp8 GEMM has no
+    gradient: an input that requires one is an error where gradients are recorded, never a zero gradient.
 
-    x           [..., K] float32, float16 or bfloat16. Rows are read in place when the leading dimensions flatten to one
-                stride and the last stride is 1; otherwise they are copied first. Or [M, K] float8_e4m3fn or
-                float8_e5m2, K a multiple of 64; rows that are contiguous and on 16-byte boundaries are read in place.
-                At most 2^31 - 512 rows.
-    compressed  as `compress` returns it, values in x's dtype; in 8 bits in either format
-    bias        [N] in x's dtype, or None; of a product of 8 bits in out_dtype or float32
+    x           [..., K] float32, float16 or bfloat16. Rows are read without a copy when the leading dimensions flatten
+                to one stride and the last stride is 1; otherwise they are copied first. Or [M, K] float8_e4m3fn or
+                float8_e5m2, K a multiple of 64; contiguous, 16-byte aligned rows are read without a copy. At most
+                2^31 - 512 rows.
+    compressed  as `compress` returns it, values in x's dtype; with fp8 in either fp8 format
+    bias        [N] in x's dtype, or None; with fp8 in out_dtype or float32
     activation  "silu", "gelu", "gelu_tanh", "relu", "relu_sq", or None
-    scale_x, scale_w   float32, [] and [], or [M] or [M, 1] and [N] or [N, 1], any strides: what numbers of 8 bits are
-                multiplied by. Of x in 8 bits alone, and needed there.
-    out_dtype   of y: float32, float16 or bfloat16 (the default) where x has 8 bits, elsewhere x's dtype
+    scale_x, scale_w   float32, [] and [], or [M] or [M, 1] and [N] or [N, 1], any strides: the factors of fp8 data.
+                Required with fp8 and only allowed there.
+    out_dtype   of y: with fp8 float32, float16 or bfloat16 (the default), otherwise x's dtype
     backend     "triton", "cuda" (CUDA C++ on the sparse tensor cores, compiled by CuPy, on compute capability 9.0:
-                float16 and bfloat16, rows of x and values on 16-byte boundaries, K a multiple of 16 and N of 8; 8 bits
-                with y in float16 or bfloat16 and N a multiple of 8; of the forward, its backward is Triton's), or
-                "auto": for more than 64 rows in 16 bits "cuda" where it can, else, and for the gradients, cuBLAS with
-                the weight decompressed into memory for the time of the call; in 8 bits "cuda" likewise; otherwise
-                "triton". "cuda" does not multiply what is pruned: an inf or NaN of x there does not reach y.
+                float16 and bfloat16 with 16-byte aligned rows of x and values, K a multiple of 16 and N of 8; fp8 with
+                y in float16 or bfloat16 and N a multiple of 8; forward only, the backward is Triton's), or "auto". With
+                more than 64 rows in 16 bits "auto" is "cuda" where that can run, else, and always for the gradients,
+                cuBLAS with the weight decompressed into memory during the call. With more than 64 rows in fp8 "auto" is
+                "cuda" where that can run. In all other cases it is "triton". "cuda" skips pruned elements, so an inf or
+                NaN of x there does not reach y.
 
     Returns y [..., N] in x's dtype or out_dtype, contiguous.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter, for backend="cuda" where it cannot run, and in 8 bits for a GPU below compute
-    capability 8.9 and an input that requires a gradient.
+    outside Triton's interpreter, for backend="cuda" where it cannot run, and in fp8 for a GPU below compute capability
+    8.9 and an input that requires a gradient, NotImplementedError for forward-mode differentiation.
 
     Source: Mishra et al. 2021 (arXiv:2104.08378).
     """
@@ -90,7 +91,7 @@ def sparse_matmul(
 
 
 def _check_of_8_bits(x, scale_x, scale_w, out_dtype) -> None:
-    """What goes with an x in 8 bits alone."""
+    """Raises for arguments that are only allowed with fp8 x."""
     for name, scale in (("scale_x", scale_x), ("scale_w", scale_w)):
         if scale is not None:
             raise ValueError(f"sparse_matmul: {name} must be None unless x has 8 bits, and it is {kind(x)}")
@@ -125,7 +126,7 @@ def _check(x, values, metadata, bias, activation, backend) -> None:
 
 
 def _fwd_plan(x, values, metadata, bias, activation, save, backend):
-    """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
+    """The cached plan for these arguments. For plain tensors only: the key does not fully describe other tensors."""
     key = signature(x), signature(values), signature(metadata), signature(bias), activation, save, backend
     plan = _FORWARD.find(key)
     if plan is None:
@@ -146,7 +147,8 @@ def _backward(dy, x, values, metadata, z, biased: bool, activation: str | None, 
 
 
 def _gradients(ctx, dy) -> tuple[Optional, Optional, Optional]:
-    """Those of x, values and bias, None where not needed. What traces or transforms the call sees an op."""
+    """Returns the gradients of x, values and bias, None where not needed. Under tracing or transforms it calls the
+    custom op."""
     if dy is None:
         return None, None, None
     x, values, metadata, z = ctx.saved_tensors
@@ -159,7 +161,8 @@ def _gradients(ctx, dy) -> tuple[Optional, Optional, Optional]:
 
 
 class _SparseMatmul(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """The autograd function of eager calls. Its backward calls the custom op where it is traced, transformed by
+    functorch or itself differentiated."""
 
     @staticmethod
     def forward(ctx, x, values, metadata, bias, plan, activation, backend):
@@ -175,7 +178,7 @@ class _SparseMatmul(torch.autograd.Function):
         return dx, dvalues, None, dbias, None, None, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# torch.autograd.Function.apply first handles functorch, then calls this method. `lean` is False under functorch.
 _apply = super(torch.autograd.Function, _SparseMatmul).apply
 
 

@@ -1,4 +1,4 @@
-"""The public functions that make a compressed weight: prune, compress, decompress."""
+"""The public functions for compressed weights: prune, compress, decompress."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .plans import capability
 
 _NAMESPACE = __package__.replace(".", "_")
 _DTYPES = (*FLOATS, *EIGHT_BITS)
-# Infinity as an integer of its bits: what is larger without its sign is NaN.
+# The bits of infinity as an integer: a magnitude with larger bits is NaN.
 _INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000, torch.float64: 0x7FF << 52}
-PRUNE_BLOCK = 2048  # 16 numbers a thread
-MAX_SIZE = 2**31 - 512  # tile coordinates have 32 bits, also those of the last tile's end
+PRUNE_BLOCK = 2048  # 16 elements per thread
+MAX_SIZE = 2**31 - 512  # the end of the last tile must fit in 32 bits
 _NAMES = "float32, float16, bfloat16, float8_e4m3fn or float8_e5m2"
 
 
 class Compressed(NamedTuple):
-    """A weight [N, K] of which two in four are kept. A pytree, as every named tuple is.
+    """A weight [N, K] with two of each four elements kept. A pytree, like every named tuple.
 
-    values    [N, K / 2] the elements that are kept, in their order
-    metadata  [ceil(K / 64), ceil(N / 16), 64] int16: where they were, in an order of its own where values have 8 bits
+    values    [N, K / 2]: the kept elements, in order
+    metadata  [ceil(K / 64), ceil(N / 16), 64] int16: their positions; with fp8 values in a different order
     """
 
     values: torch.Tensor
@@ -42,20 +42,21 @@ class Compressed(NamedTuple):
 
 
 def prune(w: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros two of each four elements along the last dimension: w · mask, and the mask. Without a mask it is
-    one pass of a kernel where that can run; else plain PyTorch, which gives the same bits.
+    """Zeros two of each four elements along the last dimension.
 
         mask[..., 4 c + p] = w[..., 4 c + p] is one of the two largest magnitudes of its chunk c
+        pruned = where(mask, w, 0)
 
-    Of equal magnitudes the one of the lower index stays; NaN counts as the largest. The result has zeros where the mask
-    is False, whatever was there, and is differentiable in w.
+    Among equal magnitudes the one with the lower index is kept; NaN counts as the largest. Differentiable in w. Without
+    a mask it is one pass of a kernel where that can run, otherwise plain PyTorch with the same bits.
 
-    w     [..., K] floating-point, K a multiple of 4. Of numbers of 8 bits, which have no gradient, magnitudes are those
-          of the codes.
+    w     [..., K] floating-point, K a multiple of 4. For fp8, which has no gradient, magnitudes are those of the codes.
     mask  boolean, of w's shape, at most two of each chunk True; None: by magnitudes
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or mask, RuntimeError for a w of 8 bits
-    that requires a gradient.
+    Returns (pruned, mask), both of w's shape.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or mask, RuntimeError for fp8 w that
+    requires a gradient.
 
     Source: Mishra et al. 2021 (arXiv:2104.08378).
     """
@@ -73,8 +74,8 @@ def prune(w: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tens
 
 
 def _takes(w: torch.Tensor) -> bool:
-    """Whether the op can have w: where kernels run, and outside of forward AD and functorch's transforms, whose grad an
-    op of torch.library has not."""
+    """Whether the custom op supports w: where kernels run, and outside of forward AD and functorch transforms, which
+    cannot differentiate a custom op."""
     if not (w.is_cuda or (w.device.type == "cpu" and INTERPRETED)):
         return False
     if torch.compiler.is_compiling():
@@ -84,7 +85,7 @@ def _takes(w: torch.Tensor) -> bool:
 
 @torch.library.custom_op(f"{_NAMESPACE}::prune", mutates_args=())
 def _prune_op(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """By magnitudes, of numbers of 16 bits or more."""
+    """Prunes by magnitudes; for dtypes of 16 bits or more."""
     w = w.contiguous()
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[w.itemsize]
     kept, mask = torch.empty_like(w), torch.empty_like(w, dtype=torch.bool)
@@ -111,7 +112,7 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradient(ctx, dkept, _):
-    """By PyTorch, so that it can be derived again."""
+    """The gradient in PyTorch, so that it can be differentiated again."""
     (mask,) = ctx.saved_tensors
     return torch.where(mask, dkept, 0)
 
@@ -120,7 +121,7 @@ _prune_op.register_autograd(_gradient, setup_context=_save)
 
 
 def _pruned(w: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`prune`, also of codes of 8 bits: without their sign they are in the order of magnitudes, NaN last."""
+    """`prune` in PyTorch, also for fp8 codes: without sign they are ordered as the magnitudes, NaN above all."""
     if mask is None:
         sizes = w.detach() & 0x7F if w.dtype == torch.uint8 else w.detach().abs()
         chunks = sizes.unflatten(-1, (-1, CHUNK)) if w.shape[-1] else sizes.reshape(*w.shape[:-1], 0, CHUNK)
@@ -138,17 +139,18 @@ def _pruned(w: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, t
 
 
 def compress(w: torch.Tensor, check: bool = False) -> Compressed:
-    """The compressed form of a weight that has 2:4 sparsity: its non-zeros, and where they are.
+    """Compresses a weight of 2:4 sparsity to its non-zeros and their positions.
 
     Where a chunk has fewer than two non-zeros, zeros at the lowest other positions are kept as values too. Where it has
-    more, the first two are kept and the others lost, or with `check`, which synchronises, a ValueError raised. Not
-    differentiable: what is trained is `values`, whose gradient `sparse_matmul` gives.
+    more, the first two are kept and the others lost or, with `check`, a ValueError is raised. Not differentiable: train
+    `values`, whose gradient `sparse_matmul` computes.
 
     w      [N, K] float32, float16 or bfloat16, K a multiple of 4; or float8_e4m3fn or float8_e5m2, K a multiple of 64,
-           whose codes 0x00 and 0x80 are zeros. N and K are at most 2^31 - 512. Read in place if the last stride is 1.
-    check  whether to look if w has 2:4 sparsity
+           whose codes 0x00 and 0x80 are zeros. N and K are at most 2^31 - 512. Read without a copy if the last stride
+           is 1.
+    check  verify that w has 2:4 sparsity, which synchronises with the GPU
 
-    Returns Compressed(values [N, K / 2] in w's dtype, metadata int16); `formats.py` has the order of the metadata.
+    Returns Compressed(values [N, K / 2] in w's dtype, metadata int16); `formats.py` defines the order of the metadata.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape and, with `check`, for other sparsity, RuntimeError
     for a CPU tensor outside Triton's interpreter.
@@ -167,7 +169,11 @@ def compress(w: torch.Tensor, check: bool = False) -> Compressed:
 
 
 def decompress(compressed: Compressed) -> torch.Tensor:
-    """The dense weight [N, K] of a compressed one, with its zeros. Not differentiable.
+    """Decompresses a weight to its dense form. Not differentiable.
+
+    compressed  as `compress` returns it
+
+    Returns the weight [N, K] in the dtype of values, with zeros at the pruned positions.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, RuntimeError for a CPU tensor outside
     Triton's interpreter.
@@ -179,17 +185,17 @@ def decompress(compressed: Compressed) -> torch.Tensor:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Numbers of 8 bits as bytes, which every function of PyTorch and Triton's interpreter take; others as they are."""
+    """fp8 as uint8, which all functions of PyTorch and Triton's interpreter support; other dtypes unchanged."""
     return x.view(torch.uint8) if x.dtype in EIGHT_BITS else x
 
 
 def _numbers(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The way back."""
+    """The inverse of `_bytes`."""
     return x.view(dtype) if dtype in EIGHT_BITS else x
 
 
 def check_compressed(function: str, compressed: object) -> None:
-    """TypeError or ValueError where this is no compressed weight."""
+    """Raises TypeError or ValueError where `compressed` is not a valid compressed weight."""
     if not isinstance(compressed, tuple) or len(compressed) != 2:
         raise TypeError(f"{function}: compressed must be a Compressed, got {type(compressed).__name__}")
     values, metadata = compressed

@@ -1,4 +1,4 @@
-"""Products of 8 bits for `sparse_matmul`: checks, the lean eager call, registration with torch.library."""
+"""The fp8 GEMM of `sparse_matmul`: argument checks, the fast eager path, registration with torch.library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PRODUCT = Plans()
 
 
 def product(x, compressed, bias, activation, scale_x, scale_w, out_dtype, backend) -> torch.Tensor:
-    """`sparse_matmul` of an x in 8 bits; out_dtype None is bfloat16."""
+    """`sparse_matmul` for fp8 x; out_dtype None is bfloat16."""
     out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
     values, metadata = compressed
     no_gradient("sparse_matmul", x=x, values=values, bias=bias, scale_x=scale_x, scale_w=scale_w)
@@ -35,13 +35,14 @@ def product(x, compressed, bias, activation, scale_x, scale_w, out_dtype, backen
 
 
 def _tensors(values, metadata, scale_x, scale_w, bias) -> bool:
-    """Whether all that must be tensors are: `lean` asks no less."""
+    """Whether all tensor arguments are tensors, which `lean` assumes."""
     needed = (values, metadata, scale_x, scale_w)
     return all(isinstance(t, torch.Tensor) for t in needed) and isinstance(bias, torch.Tensor | None)
 
 
 def _of_rows(scale: torch.Tensor, rows: int) -> bool:
-    """Whether it is [rows] or [rows, 1]. By its numbers: torch.compile cannot look up shapes that are dynamic."""
+    """Whether scale is [rows] or [rows, 1]. Compares sizes, because torch.compile cannot look up dynamic shapes in a
+    tuple."""
     return scale.dim() in (1, 2) and scale.shape[0] == rows and (scale.dim() == 1 or scale.shape[1] == 1)
 
 
@@ -90,7 +91,7 @@ def _check_options(x, activation, backend) -> None:
 
 
 def _product_plan(x, values, metadata, scale_x, scale_w, bias, activation, out_dtype, backend):
-    """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
+    """The cached plan for these arguments. For plain tensors only: the key does not fully describe other tensors."""
     tensors = x, values, metadata, scale_x, scale_w, bias
     key = (*map(signature, tensors), activation, out_dtype, backend)
     plan = _PRODUCT.find(key)
@@ -100,7 +101,7 @@ def _product_plan(x, values, metadata, scale_x, scale_w, bias, activation, out_d
     return plan
 
 
-# Codes are bytes here: most of what torch.library's own checks do with tensors is not defined for float8.
+# x and values are uint8 here: most operations of torch.library's own checks are not defined for float8.
 @torch.library.custom_op(f"{_NAMESPACE}::sparse_matmul_fp8", mutates_args=())
 def _product_op(
     x: torch.Tensor,

@@ -1,4 +1,4 @@
-"""Launch plans of sparse_matmul: all of a call that does not change with the tensors' contents and addresses."""
+"""Launch plans of sparse_matmul: everything in a call that does not depend on the tensors' values and addresses."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def fwd_plan(
     save: bool,
     backend: str,
 ) -> Forward:
-    """Takes (x, values, metadata, bias) like these, as `op` has checked them, and returns y and, with `save`, what the
-    activation is of."""
+    """Returns a function of (x, values, metadata, bias), for all tensors with these signatures. It returns y and, with
+    `save`, the pre-activation z. `op` has checked the inputs."""
     device, dtype, cols = x.device, x.dtype, values.shape[0]
     shape = (*x.shape[:-1], cols)
     strides = torch.empty(shape, device="meta").stride()
@@ -56,7 +56,7 @@ def fwd_plan(
     launch: Callable[..., None] | None = None
     if rows and cols:
         chosen = configs.pick_backend(backend, rows, dtype, x.is_cuda, possible=reason is None)
-        # Without terms there is nothing for TMA to load.
+        # With K = 0 there is nothing for TMA to load.
         make = {"cuda": _cuda_launch, "library": _library_launch}.get(chosen if depth else "triton", _fwd_launch)
         launch = make(_matrix(x), _matrix(values), bias, activation)
 
@@ -84,8 +84,9 @@ def bwd_plan(
     needs: Needs,
     backend: str,
 ) -> Backward:
-    """Takes (dy, x, values, metadata, z) like these and returns the gradients of x, values and bias, contiguous: None
-    where `needs` has False, or there is none. z is None without an activation."""
+    """Returns a function of (dy, x, values, metadata, z), for all tensors with these signatures. It returns the
+    gradients of x, values and bias, contiguous: None where `needs` is False or there is no bias. z is None without an
+    activation."""
     device, dtype, (cols, half), depth = x.device, x.dtype, values.shape, x.shape[-1]
     rows = _count(x)
     need_dx, need_dvalues, need_dbias = needs[0], needs[1], needs[2] and biased
@@ -140,7 +141,7 @@ def bwd_plan(
 
 
 def _fwd_launch(x: torch.Tensor, values: torch.Tensor, bias: Optional, activation: str | None) -> Launch:
-    """Writes y and z, given (x, values, metadata, bias, y, z)."""
+    """The launch, a function of (x, values, metadata, bias, y, z) that writes y and z."""
     (rows, depth), cols = x.shape, values.shape[0]
     config = configs.pick_fwd_config(rows, cols, depth, x.dtype, capability(x))
     return Launch(
@@ -225,7 +226,7 @@ def _blocks(config: configs.Config) -> dict[str, int]:
 
 
 def _count(x: torch.Tensor) -> int:
-    """Rows of x [..., K]; K may be 0."""
+    """The number of rows of x [..., K]; K may be 0."""
     count = 1
     for size in x.shape[:-1]:
         count *= size
@@ -243,5 +244,5 @@ def _copied(x: torch.Tensor) -> bool:
 
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """Compute capability; the interpreter stands for an sm_80."""
+    """The compute capability; (8, 0) in the interpreter."""
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 0)

@@ -1,4 +1,4 @@
-"""Launch plans of products of 8 bits: all of a call that does not change with the tensors' contents and addresses."""
+"""Launch plans of fp8 GEMMs: everything in a call that does not depend on the tensors' values and addresses."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def product_plan(
     out_dtype: torch.dtype,
     backend: str,
 ) -> Product:
-    """Takes (x, values, metadata, scale_x, scale_w, bias) like these, as `op_fp8` has checked them, and returns y.
-    RuntimeError where `backend` cannot take them."""
+    """Returns a function of (x, values, metadata, scale_x, scale_w, bias) that returns y, for all tensors with these
+    signatures. `op_fp8` has checked the inputs. Raises RuntimeError where `backend` does not support them."""
     (rows, depth), cols, device = x.shape, values.shape[0], x.device
     x_copied, values_copied, metadata_copied = not _in_place(x), not _in_place(values), not metadata.is_contiguous()
     x, values = _dense(x) if x_copied else x, _dense(values) if values_copied else values
@@ -43,7 +43,7 @@ def product_plan(
     write: Callable[..., None] | None = None
     if rows and cols:
         chosen = configs.pick_backend(backend, rows, x.dtype, x.is_cuda, possible=reason is None)
-        # Without terms there is nothing for TMA to load.
+        # With K = 0 there is nothing for TMA to load.
         make = _cuda_launch if chosen == "cuda" and depth else _triton_launch
         write = make(x, values, scale_x, scale_w, bias, activation, out_dtype)
 
@@ -74,7 +74,7 @@ def _triton_launch(
     activation: str | None,
     out_dtype: torch.dtype,
 ) -> Callable[..., None]:
-    """Writes y, given (x, values, metadata, scale_x, scale_w, bias, y)."""
+    """Returns a function of (x, values, metadata, scale_x, scale_w, bias, y) that writes y."""
     (rows, depth), cols = x.shape, values.shape[0]
     config = configs.pick_fp8_config(rows, cols, depth, capability(x))
     launch = Launch(
@@ -115,18 +115,17 @@ def _cuda_launch(
 
 
 def _strides(scale_x: torch.Tensor, scale_w: torch.Tensor, bias: Optional) -> tuple[int, int, int]:
-    """From the scale of a row of x, of a row of the weight and from an element of the bias to the next one's."""
+    """The strides of scale_x, scale_w and bias, 0 for a scale per tensor and without a bias."""
     of_x, of_w = (scale.stride(0) if scale.dim() else 0 for scale in (scale_x, scale_w))
     return of_x, of_w, 0 if bias is None else bias.stride(0)
 
 
 def _in_place(codes: torch.Tensor) -> bool:
-    """Whether rows are contiguous, apart and on 16-byte boundaries; any stride that is none of these leads to a
-    copy."""
+    """Whether rows are contiguous, do not overlap and are 16-byte aligned. Otherwise they are copied."""
     pitch = codes.stride(0)
     return codes.stride(1) == 1 and pitch >= codes.shape[1] and not pitch % VECTOR and not codes.data_ptr() % VECTOR
 
 
 def _dense(codes: torch.Tensor) -> torch.Tensor:
-    """A copy in contiguous rows on a boundary; `contiguous` would keep contiguous rows off a boundary."""
+    """An aligned, contiguous copy. `contiguous` would return an unaligned contiguous tensor unchanged."""
     return codes.clone(memory_format=torch.contiguous_format)

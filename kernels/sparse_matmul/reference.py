@@ -28,8 +28,8 @@ def sparse_matmul_reference(
 
 
 def _scaled(x, values, metadata, bias, activation, scale_x, scale_w, out_dtype) -> torch.Tensor:
-    """Of numbers of 8 bits, which PyTorch decodes exactly. Computes in fp32 or, given anything in fp64, in fp64, which
-    the result is in then."""
+    """The fp8 case; PyTorch decodes fp8 exactly. Computes in fp32 or, if a scale or the bias is fp64, in fp64, and then
+    returns fp64."""
     given = [t for t in (scale_x, scale_w, bias) if t is not None]
     wide = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
     weight = decompressed(values, metadata).to(wide)
@@ -45,8 +45,8 @@ def _scaled(x, values, metadata, bias, activation, scale_x, scale_w, out_dtype) 
 
 
 def compressed(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and metadata of a weight [N, K] of 16 or 32 bits: of each chunk the first two that are not zero, else
-    zeros of the lowest other positions, in their order. Codes beyond the end are those of zeros."""
+    """Values and metadata of a weight [N, K] of 16 or 32 bits: the first two non-zeros of each chunk, completed by
+    zeros at the lowest other positions, in order. Codes out of bounds are those of zeros."""
     rows, depth = w.shape
     there = (w != 0).unflatten(1, (-1, 4)) if depth else w.new_zeros(rows, 0, 4, dtype=torch.bool)
     pair = there.int().sort(dim=-1, descending=True, stable=True).indices[..., :2].sort(dim=-1).values
@@ -60,8 +60,8 @@ def compressed(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pruned(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """w with zeros but for the two largest magnitudes of each chunk, and the mask. An element stays if fewer than two
-    are ahead of it: larger, or equal at a lower position. NaN is the largest."""
+    """Keeps the two largest magnitudes of each chunk; returns the result and the mask. An element is kept if fewer than
+    two precede it: larger, or equal at a lower position. NaN is the largest."""
     sizes, wrong = w.abs(), w.isnan()
     sizes, wrong = sizes.masked_fill(wrong, 0).unflatten(-1, (-1, 4)), wrong.unflatten(-1, (-1, 4))
     a, b, nan_a, nan_b = (t.unsqueeze(axis) for t in (sizes, wrong) for axis in (-1, -2))
@@ -73,7 +73,7 @@ def pruned(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decompressed(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
-    """The weight [N, K], differentiable in values unless they have 8 bits."""
+    """The dense weight [N, K], differentiable in values unless they are fp8."""
     rows, half = values.shape
     if values.dtype in EIGHT_BITS:
         codes = values.view(torch.uint8)
@@ -83,7 +83,7 @@ def decompressed(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
 
 
 def kept(metadata: torch.Tensor, rows: int, depth: int, eight: bool = False) -> torch.Tensor:
-    """The column of each value: int64 [rows, depth / 2]. `eight`: in the order of values of 8 bits."""
+    """The column of each value: int64 [rows, depth / 2]. `eight`: metadata in the order for 8-bit values."""
     blocks_k, blocks_n, _ = metadata.shape
     if eight:  # [k block, n block, row of 8, 32 of k, half of the rows, half of the 32]
         words = metadata.reshape(blocks_k, blocks_n, 8, 2, 2, 2).permute(1, 4, 2, 0, 3, 5)

@@ -1,5 +1,5 @@
-"""What is special to numbers of 8 bits: codes and zeros, the order of their metadata, scales, and what is refused. The
-rest follows from SPEC: tests/test_specs.py. In the interpreter kernels decode the bytes themselves."""
+"""Properties specific to fp8: codes and zeros, the order of the metadata, scales, and errors. The rest follows from
+SPEC: tests/test_specs.py. In the interpreter the kernels decode the bytes themselves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def codes(rows: int, depth: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
 
 
 def problem(m: int, k: int, n: int, formats=(E4M3, E4M3), rows: bool = True):
-    """x, a compressed weight and scales, of rows or of the tensors."""
+    """x, a compressed weight, and scales per row or per tensor."""
     compressed = compress(prune(codes(n, k, formats[1]))[0])
     shapes = ((m,), (n, 1)) if rows else ((), ())
     scales = (torch.rand(shape, device=DEVICE) / 64 + 1 / 64 for shape in shapes)
@@ -39,8 +39,8 @@ def problem(m: int, k: int, n: int, formats=(E4M3, E4M3), rows: bool = True):
 
 
 def agrees(y: torch.Tensor, x, compressed, bias=None, activation=None, rtol: float = 2e-3, **scales) -> None:
-    """The result is that of the reference in fp64. Hopper's tensor cores have 14 bits for a sum, so that the error is
-    measured against the largest result."""
+    """Compares with the reference in fp64. Hopper's fp8 accumulators have 14 bits, so the error is relative to the
+    largest result."""
     wide = {name: scale.double() for name, scale in scales.items()}
     want = sparse_matmul_reference(x, compressed, bias, activation, **wide)
     assert want.dtype == torch.float64 and torch.equal(y.isnan(), want.isnan())
@@ -55,7 +55,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @FORMATS
 def test_compress_and_back_with_every_pattern(dtype: torch.dtype) -> None:
-    """Of up to two non-zeros in every row of a block of metadata and every chunk of several blocks; zeros of both
+    """Up to two non-zeros, in every row of a block of metadata and every chunk of several blocks; zeros of both
     signs."""
     patterns = [p for p in itertools.product((0, 1), repeat=4) if sum(p) <= 2]
     mask = torch.tensor([patterns[(7 * n + 3 * c) % 11] for n in range(37) for c in range(48)], device=DEVICE)
@@ -68,15 +68,15 @@ def test_compress_and_back_with_every_pattern(dtype: torch.dtype) -> None:
     assert same(decompress(compressed), w) and same(decompressed(*compressed), w)
     assert torch.equal(compress(negative, check=True).metadata, compressed.metadata)
     columns = kept(compressed.metadata, 37, 192, eight=True).view(37, 48, 2)
-    assert (columns[..., 0] < columns[..., 1]).all()  # the order that the sparse tensor cores need
+    assert (columns[..., 0] < columns[..., 1]).all()  # the order that the sparse tensor cores require
 
 
 def test_a_weight_in_the_instructions_order() -> None:
-    """Each lane's word, taken apart as wgmma.mma_async.sp takes it of 8 bits: lanes 0 and 2 of each four have the first
-    and the second 32 of k of row lane / 4, lanes 1 and 3 those of the row 8 below, from the lowest bits on."""
+    """Decodes each lane's word as wgmma.mma_async.sp does for 8 bits: lanes 0 and 2 of each four have the first and the
+    second 32 of K of row lane / 4, lanes 1 and 3 those of row lane / 4 + 8, from the lowest bits on."""
     w = prune(codes(64, 128))[0]
     values, metadata = (t.cpu() for t in compress(w))
-    words = metadata.view(torch.int32).view(2, 4, 32)  # blocks of 64 of k, warps, lanes
+    words = metadata.view(torch.int32).view(2, 4, 32)  # blocks of 64 of K, warps, lanes
     dense, values = torch.zeros(64, 128, dtype=torch.uint8), values.view(torch.uint8)
     for block, warp, lane, position in itertools.product(range(2), range(4), range(32), range(16)):
         row = 16 * warp + lane // 4 + 8 * (lane % 2)
@@ -108,7 +108,8 @@ def test_what_is_no_24_weight_is_an_error_when_asked() -> None:
 
 @FORMATS
 def test_every_code_counts_as_what_it_is(dtype: torch.dtype) -> None:
-    """Rows of the identity read columns of the weight: exact. What is not finite makes its row NaN or infinite."""
+    """Rows of the identity select columns of the weight, exactly. Elements that are not finite make their row NaN or
+    infinite."""
     numbers = torch.arange(256, device=DEVICE).to(torch.uint8).view(dtype)
     usable = torch.where(numbers.double().isfinite(), numbers.view(torch.uint8), 0)
     w = torch.zeros(8, 32, 2, dtype=torch.uint8, device=DEVICE)
@@ -266,12 +267,12 @@ def test_every_size_has_a_configuration(capability: tuple[int, int]) -> None:
     for sizes in itertools.product((1, 17, 300, 70000), (1, 100, 8192), (0, 64, 8192)):
         config = configs.pick_fp8_config(*sizes, capability)
         assert 16 <= config.block_m <= 128 and 16 <= config.block_n <= 128
-        assert config.block_k == 64  # K is a multiple of it
+        assert config.block_k == 64  # K is a multiple of 64
 
 
 @pytest.mark.slow
 def test_it_compiles_for_ada() -> None:
-    """sm_89 is promised and in no table: SPEC.compile_targets are columns of docs/SUPPORT.md for every kernel."""
+    """sm_89 is supported, but not in SPEC.compile_targets, which are columns of docs/SUPPORT.md for every kernel."""
     script = """
 from harness.compiling import ahead
 from kernels.sparse_matmul.bench import FP8_CASES, SPEC

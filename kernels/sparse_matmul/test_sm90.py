@@ -35,7 +35,7 @@ def problem(rows: int, cols: int, depth: int, dtype: torch.dtype = torch.float16
 
 
 def test_what_it_takes() -> None:
-    """No GPU is asked: capability, dtypes and layouts alone decide, and last whether there is a compiler."""
+    """Independent of the GPU present: depends on capability, dtypes and layouts, and last on the compiler."""
 
     def reason(rows=4, cols=16, depth=32, dtype=torch.float16, capability=HOPPER, first=0):
         x = torch.empty(rows, depth + 8, dtype=dtype)[:, first : first + depth]
@@ -71,7 +71,7 @@ def test_it_compiles_to_sparse_wgmma_and_does_not_spill(fp16, activation, cluste
     path.write_bytes(cubin)
     environment = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}"}
     text = subprocess.run([tool, "--dump-sass", path], capture_output=True, text=True, env=environment).stdout
-    # Both of a step in the sparse form, by selectors 0 and 1.
+    # Both wgmmas of 32 of K are sparse, with sparsity selectors 0 and 1.
     found = re.findall(r"HGMMA\.SP\.64x256x32\.F32\S* [^;]*R\d+, (0x\d)", text)
     assert found == ["0x0", "0x1"]
 
@@ -96,8 +96,8 @@ def test_the_ring_fits_into_shared_memory() -> None:
 
 
 def test_the_metadata_of_a_step_by_warps_and_lanes() -> None:
-    """The arithmetic of products.cu in Python: where the producer copies from, and the word that a lane reads. By it
-    and by the fragments of the PTX ISA the weight comes out again, also of the last tile, whose blocks are clamped."""
+    """The arithmetic of products.cu in Python: the producer's source addresses, and the word that a lane reads. With
+    the fragments of the PTX ISA they reproduce the weight, also in the last tile, whose blocks are clamped."""
     rows, depth = 136, 192
     weight, _ = prune(torch.randn(rows, depth, device="cuda" if torch.cuda.is_available() else "cpu"))
     values, metadata = (t.cpu() for t in compress(weight))
@@ -123,7 +123,7 @@ def test_the_metadata_of_a_step_by_warps_and_lanes() -> None:
 
 def test_the_epilogues_transposition() -> None:
     """The arithmetic of store_tile in Python: accumulator fragments of 64 x 32 through stmatrix.trans to rows of y."""
-    sums = torch.arange(64 * 32).view(64, 32)  # n by m
+    sums = torch.arange(64 * 32).view(64, 32)  # N by M
     pitch = 64 * 2 + 16
     staging = torch.full((32 * pitch // 2,), -1)
     for warp, pair in itertools.product(range(4), range(2)):
@@ -133,7 +133,7 @@ def test_the_epilogues_transposition() -> None:
         ]
         for i, lane in itertools.product(range(4), range(32)):
             n, m = warp * 16 + lane // 4 + i % 2 * 8, 8 * (2 * pair + i // 2) + 2 * (lane % 4)
-            # Register i of a lane has row lane / 4 and two columns of block i, which .trans stores as columns and rows.
+            # Register i of a lane has row lane / 4 and two columns of block i; .trans exchanges rows and columns.
             for column in range(2):
                 to = starts[8 * i + 2 * (lane % 4) + column] // 2 + lane // 4
                 assert staging[to] == -1
@@ -189,7 +189,7 @@ def test_more_tiles_than_sms(compiler) -> None:
 
 @pytest.mark.gpu(min_capability=HOPPER)
 def test_rows_apart(compiler) -> None:
-    """Rows of x and of values with a pitch."""
+    """Rows of x and of values with a larger stride than their length."""
     x, compressed = problem(300, 264, 400, torch.bfloat16, "cuda")
     wide = torch.full((300, 512), float("nan"), device="cuda", dtype=x.dtype)
     wide[:, :400] = x

@@ -30,7 +30,7 @@ def compiler() -> None:
 
 
 def test_what_it_takes() -> None:
-    """No GPU is asked: capability, dtypes and sizes alone decide, and last whether there is a compiler."""
+    """Independent of the GPU present: depends on capability, dtypes and sizes, and last on the compiler."""
 
     def reason(cols=16, out_dtype=torch.bfloat16, capability=HOPPER, offset=0):
         words = torch.zeros(-(-cols // 16) * 64 + 8, dtype=torch.int16)
@@ -82,16 +82,16 @@ def test_it_compiles_to_sparse_wgmma_and_does_not_spill(x: str, w: str, rest: tu
     found = re.findall(r"(QGMMA\.SP\S*) R\d+, gdesc\[UR\d+\], R\d+, (R\d+)", text)
     kind, words = {name for name, _ in found}, [register for _, register in found]
     assert kind == {f"QGMMA.SP.64x256x64.F32.{w.upper()}.{x.upper()}"}
-    assert len(set(words)) == 2  # a word of metadata each
-    # Until the first wgmma has been waited for, nothing writes its metadata's register.
+    assert len(set(words)) == 2  # each wgmma has its own metadata register
+    # The metadata register of a wgmma is not written before the first wait.
     flight = text[text.index("QGMMA.SP") :]
     flight = flight[: flight.index("WARPGROUP.DEPBAR")]
     assert not re.search(rf"[A-Z.0-9]+ {words[0]},", flight.split("\n", 1)[1].replace("gdesc", ""))
 
 
 def test_the_metadata_of_a_step_by_warps_and_lanes() -> None:
-    """The arithmetic of products.cu in Python: where the producer copies from, and the two words that a lane reads. By
-    it and by the fragments of the PTX ISA the weight comes out again, also in the last tile and the last K-block, whose
+    """The arithmetic of products.cu in Python: the producer's source addresses, and the two words that a lane reads.
+    With the fragments of the PTX ISA they reproduce the weight, also in the last tile and the last K-block, whose
     blocks are clamped."""
     rows, depth = 136, 192
     weight = prune(codes(rows, depth))[0]
@@ -145,7 +145,7 @@ def test_bias_and_activation(compiler, activation: str | None, out_dtype: torch.
 
 @pytest.mark.gpu(min_capability=HOPPER)
 def test_products_of_small_integers_are_exact(compiler) -> None:
-    """Each code of metadata decides: no error hides in a tolerance."""
+    """Each metadata code changes the result, so that no error is hidden by the tolerance."""
     for m, k, n in ((300, 1088, 272), (64, 192, 1040)):
         w = prune(torch.randint(-2, 3, (n, k), device="cuda").float().to(E4M3))[0]
         x = torch.randint(-2, 3, (m, k), device="cuda").float().to(E5M2)
@@ -166,7 +166,7 @@ def test_more_tiles_than_sms(compiler) -> None:
 
 @pytest.mark.gpu(min_capability=HOPPER)
 def test_rows_apart_and_a_nan(compiler) -> None:
-    """Rows of x and of values with a pitch; what is not finite stays in its row and column."""
+    """Rows of x and of values with a larger stride; non-finite elements affect only their row and column."""
     x, compressed, scales = problem(300, 320, 272)
     want = sparse_matmul(x, compressed, **scales, backend="cuda")
     wide, values = codes(300, 512), codes(272, 256)

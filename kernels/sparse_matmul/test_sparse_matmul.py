@@ -1,4 +1,4 @@
-"""What is special to sparse_matmul: pruning, the compressed form and its order, what is no 2:4 weight, activations.
+"""Properties specific to sparse_matmul: pruning, the compressed form and its order, other sparsity, activations.
 The rest follows from SPEC: tests/test_specs.py."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_prune_keeps_the_largest_two_and_of_equals_the_first():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_prune_in_one_pass_has_the_bits_of_pytorch(dtype):
-    """The kernel compares integers, so that the interpreter has bf16 right too."""
+    """The kernel compares integers, so that the interpreter is right for bf16 too."""
     values = [0.0, -0.0, 1.0, -1.0, 1.5, -2.0, torch.inf, -torch.inf, torch.nan, 1e-40]
     w = torch.tensor([values[i] for i in torch.randint(len(values), (37 * 132,)).tolist()], dtype=dtype, device=DEVICE)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[w.itemsize]
@@ -93,12 +93,12 @@ def test_compress_and_back_with_every_pattern(dtype):
     assert torch.equal(decompress(compressed), w)
     assert torch.equal(decompressed(*compressed), w)
     columns = kept(compressed.metadata, 37, 132).view(37, 33, 2)
-    assert (columns[..., 0] < columns[..., 1]).all()  # the order that the sparse tensor cores need
+    assert (columns[..., 0] < columns[..., 1]).all()  # the order that the sparse tensor cores require
 
 
 @pytest.mark.parametrize("blocks", [(16, 64), (32, 64), (32, 128)])
 def test_a_weight_of_several_tiles(blocks, monkeypatch):
-    """Nothing is written beyond the values and metadata that there are."""
+    """Nothing is written out of bounds of values and metadata."""
     w = [pruned(rows, depth) for rows, depth in ((5, 64), (21, 200), (32, 192), (49, 452))]
     expected = [compress(t) for t in w]
     monkeypatch.setattr(configs, "pick_compress_config", lambda *_: configs.CompressConfig(*blocks, 4))
@@ -123,10 +123,10 @@ def test_padding_has_a_valid_code():
 
 
 def test_a_weight_in_the_instructions_order():
-    """Each lane's word, taken apart as wgmma.mma_async.sp takes it: its selector chooses two of four lanes."""
+    """Decodes each lane's word as wgmma.mma_async.sp does: the sparsity selector chooses two of four lanes."""
     w = pruned(64, 128)
     values, metadata = compress(w)
-    words = metadata.view(torch.int32).view(2, 4, 32)  # blocks of 64 of k, warps, lanes
+    words = metadata.view(torch.int32).view(2, 4, 32)  # blocks of 64 of K, warps, lanes
     dense = torch.zeros_like(w)
     for block, warp, lane, half, position in itertools.product(range(2), range(4), range(32), range(2), range(8)):
         code = int(words[block, warp, lane]) >> (16 * half + 2 * position)
@@ -293,7 +293,7 @@ def test_every_size_has_a_configuration(dtype, capability):
 
 
 def test_tiles_in_groups_of_rows_are_each_computed_once(monkeypatch):
-    """Of the product and both gradients, with a last group that is not whole."""
+    """The forward and both gradients, with a partial last group in the tile order."""
     for name in ("pick_fwd_config", "pick_dx_config", "pick_dvalues_config"):
         monkeypatch.setattr(configs, name, lambda *_: configs.Config(16, 16, 16, group=3, num_warps=4, num_stages=2))
     compressed = compress(pruned(67, 72))
@@ -308,8 +308,8 @@ def test_tiles_in_groups_of_rows_are_each_computed_once(monkeypatch):
 
 @pytest.mark.parametrize(("bias", "activation"), [(True, None), (False, "relu"), (True, "silu")])
 def test_products_of_the_library(bias, activation, monkeypatch):
-    """The weight, and its gradient, pass through memory; leading dimensions, an incoming gradient of stride 0, and more
-    elements than a CTA activates."""
+    """The weight and its gradient go through memory. Leading dimensions, an incoming gradient of stride 0, and more
+    elements than one CTA of the activation kernel."""
     pick = configs.pick_backend
     monkeypatch.setattr(configs, "pick_backend", lambda backend, rows, *_, **__: pick(backend, 65, torch.float16, True))
     compressed = compress(pruned(24, 36))

@@ -11,18 +11,18 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "identity")
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOG2_E_LOW = tl.constexpr(1.9259629911e-8)  # log2(e) less LOG2_E rounded to fp32
+LOG2_E_LOW = tl.constexpr(1.9259629911e-8)  # log2(e) minus fp32(LOG2_E)
 # tanh form of GELU: (1 + tanh(u)) / 2 = σ(2u), 2u = SLOPE · (x + CUBIC · x³).
 SLOPE = tl.constexpr(1.5957691216057308)  # 2 · sqrt(2 / π)
 CUBIC = tl.constexpr(0.044715)
-# For a larger x², σ(2u) is 0 or 1 in fp32. Without this limit the derivative of a large finite x would be 0 · inf.
+# For a larger x², σ(2u) is 0 or 1 in fp32. Without this bound the derivative at a large finite x would be 0 · inf.
 MAX_SQUARE = tl.constexpr(1024.0)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 
 
 @triton.jit
 def _reciprocal(d, IS_FP32: tl.constexpr):
-    """1 / d for d >= 1. A division is eight instructions; the square of 1 / sqrt(d) is two, relative error 3e-7."""
+    """1 / d for d >= 1. A division has eight instructions, the square of 1 / sqrt(d) two, with relative error 3e-7."""
     if IS_FP32:
         return 1.0 / d
     root = tl.rsqrt(d)
@@ -35,8 +35,8 @@ def _logistic(x, IS_FP32: tl.constexpr):
     power = x * -LOG2_E
     exponential = tl.exp2(power)
     if IS_FP32:
-        # For a very negative x the error of σ is that of `power`, which is up to 128 with a relative error of 1e-7.
-        # It is computed by an fma and corrected to first order.
+        # For a very negative x the error of σ is that of `power`, which is up to 128 in magnitude with a relative error
+        # of 1e-7. An fma computes the error, and the exponential is corrected to first order.
         error = tl.fma(x, -LOG2_E, -power) - x * LOG2_E_LOW
         exponential *= 1.0 + LN_2 * tl.where(tl.abs(x) < 1e4, error, 0.0)  # not inf - inf
     return _reciprocal(1.0 + exponential, IS_FP32)
@@ -44,12 +44,12 @@ def _logistic(x, IS_FP32: tl.constexpr):
 
 @triton.jit
 def _tanh_form(x, square, IS_FP32: tl.constexpr):
-    """s = σ(SLOPE · (x + CUBIC · x³)), with x² given, and 1 − s. Both keep their relative accuracy close to 0."""
+    """s = σ(SLOPE · (x + CUBIC · x³)) and 1 − s; `square` is x². Both keep their relative accuracy close to 0."""
     power = x * (-LOG2_E * SLOPE - LOG2_E * SLOPE * CUBIC * square)
     exponential = tl.exp2(power)
     s = _reciprocal(1.0 + exponential, IS_FP32)
-    # Where s is close to 1, 1 - s has no more than the rounding error of s: not accurate enough in fp32. For x < 0 it
-    # is exact.
+    # Where s is close to 1, 1 - s consists of the rounding error of s, which is not accurate enough in fp32. For x < 0
+    # the difference is exact.
     return s, tl.where(x > 0, exponential * s, 1.0 - s) if IS_FP32 else 1.0 - s
 
 
@@ -62,7 +62,7 @@ def _gaussian_cdf(x, IS_FP32: tl.constexpr):
     """
     power = x * (x * (-0.5 * LOG2_E))
     if IS_FP32:
-        # ex2 flushes subnormal results to 0, where PyTorch's derivative is not 0 yet.
+        # ex2 flushes subnormal results to 0, where PyTorch's derivative is not yet 0.
         low = power < -126.0
         exponential = tl.exp2(tl.where(low, power + 64.0, power)) * tl.where(low, 2.0**-64, 1.0)
     else:
@@ -100,7 +100,7 @@ def _activation(x, ACTIVATION: tl.constexpr, IS_FP32: tl.constexpr):
         s, _ = _tanh_form(x, x * x, IS_FP32)
         y = x * s
     elif ACTIVATION == "relu":
-        y = tl.where(x <= 0, 0.0, x)  # NaN stays
+        y = tl.where(x <= 0, 0.0, x)  # NaN remains NaN
     elif ACTIVATION == "sigmoid":
         y = _logistic(x, IS_FP32)
     else:
@@ -111,7 +111,7 @@ def _activation(x, ACTIVATION: tl.constexpr, IS_FP32: tl.constexpr):
 
 @triton.jit
 def _activation_and_derivative(x, ACTIVATION: tl.constexpr, IS_FP32: tl.constexpr):
-    """The activation and its derivative, which share the exponential."""
+    """Returns the activation and its derivative, which share the exponential."""
     if ACTIVATION == "silu":
         s = _logistic(x, IS_FP32)
         y = x * s

@@ -18,7 +18,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def _case(rows: int, dim: int, dtype: torch.dtype, activation: str = "silu", bench: bool = False, **params) -> Case:
-    """`layout` is "packed" or "halves", that is gate and up as two views of one tensor."""
+    """`layout` is "packed", or "halves": gate and up are two views of one tensor."""
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     words = (f"{rows}x{dim}", short, activation, params.get("layout"), "wide" if "spread" in params else None)
     name = "-".join(word for word in words if word)
@@ -26,7 +26,7 @@ def _case(rows: int, dim: int, dtype: torch.dtype, activation: str = "silu", ben
 
 
 CASES = (
-    # Llama-2 7B, 13B and 70B hidden widths, and TransformerNP's 1365; one that fits in L2.
+    # MLP widths of Llama-2 7B, 13B and 70B, and TransformerNP's 1365; one case fits in L2.
     _case(2048, 11008, BF16, bench=True),
     _case(16384, 11008, BF16, bench=True),
     _case(16384, 11008, BF16, bench=True, layout="packed"),
@@ -51,11 +51,11 @@ CASES = (
     _case(23, 129, FP32, layout="halves"),
     _case(23, 1040, FP16, layout="halves"),
     _case(257, 1023, BF16, spread=8.0),
-    # Rows on any boundary, with enough active lanes: CUDA C++ on Hopper.
+    # Unaligned rows with enough active lanes: CUDA C++ on Hopper.
     *(_case(37, 1365, BF16, activation, layout="packed") for activation in ACTIVATIONS),
     *(_case(29, 703, FP16, activation, layout="halves") for activation in ACTIVATIONS),
 )
-# The benchmarked cases on any boundary, which have their own kernels and configurations on Hopper.
+# The benchmarked cases with unaligned rows, which have their own kernels and configurations on Hopper.
 ODD = tuple(case for case in CASES if case.bench and case.dims["dim"] % 8 and "layout" in case.params)
 EVEN = tuple(case for case in CASES if case.bench and case not in ODD)
 
@@ -80,7 +80,8 @@ def cost(case: Case, mode: str) -> Cost:
     elements = case.dims["rows"] * case.dims["dim"]
     # forward: gate, up and y. backward: dy, gate, up, dgate and dup.
     tensors = {"fwd": 3, "bwd": 5}[mode]
-    # As the formulas are written, an exponential, erf or tanh counting as one; and the products with up and dy.
+    # Operations of the formulas as written, where an exponential, erf or tanh counts as one, and the multiplications by
+    # up and dy.
     forward = dict(silu=5, gelu=6, gelu_tanh=10, relu=2, sigmoid=5, identity=1)[case.params["activation"]]
     backward = dict(silu=11, gelu=15, gelu_tanh=23, relu=5, sigmoid=9, identity=2)[case.params["activation"]]
     flops = {"fwd": forward, "bwd": backward}[mode]
@@ -88,7 +89,7 @@ def cost(case: Case, mode: str) -> Cost:
 
 
 def _torch():
-    """As models write it, every step rounded to the dtype."""
+    """As models write it, where every operation rounds to the dtype."""
 
     def gated(gate, up=None, *, activation="silu"):
         if up is None:
@@ -124,7 +125,7 @@ def _liger_supports(case: Case, mode: str) -> str | None:
 
 
 def _candidates(case: Case) -> list[configs.Config]:
-    """4 to 32 elements a thread, in a single row or, for a packed tensor, in rows of the half."""
+    """Tiles with 4 to 32 elements per thread: of a single row or, for a packed tensor, of rows of its half."""
     sizes = [(n, w) for n in (1024, 2048, 4096, 8192) for w in (4, 8, 16) if 4 <= n // (32 * w) <= 32]
     if case.params.get("layout") != "packed":
         tiles = [(1, n, w) for n, w in sizes]
@@ -134,7 +135,7 @@ def _candidates(case: Case) -> list[configs.Config]:
 
 
 def _unaligned_candidates(case: Case) -> list[configs.UnalignedConfig]:
-    """As many CTAs as registers allow without spills: about 32 a thread and 24 for a further slot in the forward."""
+    """As many CTAs as registers allow without spills: in the forward about 32 per thread, 24 more per further slot."""
     sizes = [(n, 1, r * 256 // n) for n in (128, 256, 512) for r in (4, 5, 6, 8)]
     sizes += [(n, 2, r * 256 // n) for n in (128, 256) for r in (2, 3, 4)]
     return [configs.UnalignedConfig(*size, eviction) for size in sizes for eviction in ("", "evict_last")]
@@ -150,8 +151,8 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    """For "cuda" always a reason: the generic checks try layouts that it does not take. test_unaligned.py checks
-    it."""
+    """Always a reason for "cuda", because the generic checks try layouts that it does not support. test_unaligned.py
+    checks it."""
     faster = _taken(case) and configs.fills_warps(case.dims["dim"], 2 * (mode == "bwd"))
     if implementation == "triton":
         return None if faster else "it is what auto takes here"

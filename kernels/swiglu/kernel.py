@@ -3,8 +3,8 @@
 Estimate, bf16, n elements of output, one NVIDIA H200 that copies 4254 GB/s:
   forward   reads gate and up, writes y                      6·n bytes   16384 x 11008: 1.08 GB, 254 us
   backward  reads dy, gate and up, writes dgate and dup     10·n bytes   16384 x 11008: 1.80 GB, 424 us
-At that bandwidth the SMs can issue 42 instructions of a thread for each element of the forward and 70 of the backward.
-The formulas in `activation` take about a third of that. Rows with any alignment have their own kernels on Hopper
+At that bandwidth the SMs can issue 42 instructions per thread for each element of the forward and 70 of the backward.
+The formulas in `activation` need about a third of that. Rows with any alignment have their own kernels on Hopper
 (unaligned.cu).
 """
 
@@ -18,8 +18,8 @@ from .activation import _activation, _activation_and_derivative
 
 @triton.jit
 def _tile_start(rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First row and first column of this CTA's tile, in 64 bits. The grid is one-dimensional: y and z are limited to
-    65535."""
+    """First row and first column of this CTA's tile, in 64 bits. The grid is one-dimensional, because its y and z
+    dimensions are limited to 65535."""
     tile = tl.program_id(0)
     tile_m, tile_n = tile * 0, tile
     if rows != 1:  # Triton specialises for the value 1: a single row needs no division
@@ -95,9 +95,9 @@ def _swiglu_bwd_tile(
         tl.store(dup_ptr + (m * stride_dum + n * stride_dun), dup.to(dup_ptr.dtype.element_ty), mask=mask)
 
 
-# Only tiles at the edge have a mask. With SPLIT (rows are aligned) such a tile is computed in two parts. The first ends
-# at a multiple of 16 columns, so that each 16-byte access is masked as a whole and stays one instruction. The second
-# has the last cols % 16 columns, which are accessed by elements.
+# Only boundary tiles are masked. With SPLIT (rows are aligned) such a tile is computed in two parts. The first ends at
+# a multiple of 16 columns, so that each 16-byte access is masked as a whole and remains one instruction. The second has
+# the last cols % 16 columns, which are accessed element by element.
 
 
 @triton.jit

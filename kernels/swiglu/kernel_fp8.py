@@ -1,4 +1,4 @@
-"""Gated linear units with an fp8 output: y is quantised in registers, by rows or in blocks of 1x128.
+"""Gated linear units with an fp8 output: y is quantised in registers, per row or in blocks of 1x128.
 
 Estimate, bf16, n elements of output, one NVIDIA H200 that copies 4254 GB/s:
   row, or 1x128           reads gate and up, writes data            5·n bytes   16384 x 11008: 902 MB, 212 us
@@ -17,7 +17,7 @@ from .fp8_output import encode, finite_or_nan, inverse, scale_of, store_scale
 
 @triton.jit
 def _gated(gate_ptr, up_ptr, row, col, rows, cols, stride_gm, stride_um, ACTIVATION: tl.constexpr, EVEN: tl.constexpr):
-    """y of a tile in its own dtype; 0 beyond the end, where up is."""
+    """y of a tile in the dtype of gate. It is 0 out of bounds, because the masked loads give up = 0."""
     wide_row = row.to(tl.int64)[:, None]
     mask = None if EVEN else (row < rows)[:, None] & (col < cols)[None, :]
     other = None if EVEN else 0.0
@@ -29,7 +29,7 @@ def _gated(gate_ptr, up_ptr, row, col, rows, cols, stride_gm, stride_um, ACTIVAT
 
 @triton.jit
 def _magnitude(y):
-    """0 where y is NaN, which does not count in a scale."""
+    """|y|, but 0 where y is NaN, so that NaN does not count in a scale."""
     return tl.where(y == y, tl.abs(y), 0.0)
 
 
@@ -51,9 +51,9 @@ def _store_quantised(
     NATIVE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """With DATA, data and scales of a tile of 128 columns, of which a row has one scale. With TRANSPOSE, data_t
-    [cols, rows] and its scales of a tile of 128 rows, of which a column has one. y is NaN where it is not finite, and
-    does not count there."""
+    """Quantises and stores a tile of y. DATA: stores data, with one scale per row of a tile of 128 columns. TRANSPOSE:
+    stores data_t [cols, rows], with one scale per column of a tile of 128 rows. Elements that are not finite become NaN
+    and do not count in a scale."""
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     y = finite_or_nan(y) if EVEN else tl.where(inside, finite_or_nan(y), 0.0)
     magnitude = _magnitude(y)
@@ -94,7 +94,7 @@ def _swiglu_fp8_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A CTA for each tile. BLOCK_N is 128 with DATA, BLOCK_M with TRANSPOSE."""
+    """One CTA per tile. DATA requires BLOCK_N = 128, TRANSPOSE requires BLOCK_M = 128."""
     tiles_n = tl.cdiv(cols, BLOCK_N)
     row = tl.program_id(0) // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -130,13 +130,13 @@ def _swiglu_fp8_rows_kernel(
     BLOCK_N: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """data and one scale for each of BLOCK_M whole rows, which are kept in registers in two pieces, of BLOCK_N columns
-    and, unless it is 0, of TAIL."""
+    """Stores data and one scale for each of BLOCK_M whole rows. Rows are kept in registers in two parts, of BLOCK_N
+    columns and, unless TAIL is 0, of TAIL columns."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
     y = _gated(gate_ptr, up_ptr, row, col, rows, cols, stride_gm, stride_um, ACTIVATION, False)
     if TAIL:
-        # Before the first maximum, whose barrier no load is moved across.
+        # Loaded before the first reduction: the compiler moves no load across its barrier.
         tail_col = BLOCK_N + tl.arange(0, TAIL)
         tail = _gated(gate_ptr, up_ptr, row, tail_col, rows, cols, stride_gm, stride_um, ACTIVATION, False)
     y = finite_or_nan(y)

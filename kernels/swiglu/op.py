@@ -1,4 +1,4 @@
-"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
+"""The public function: argument checks, the fast eager path, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _grad_enabled = torch.is_grad_enabled  # called in every call; bound once, becau
 def swiglu(
     gate: torch.Tensor, up: torch.Tensor | None = None, *, activation: str = "silu", backend: str = "auto"
 ) -> torch.Tensor:
-    """A gated linear unit without its matrices (Shazeer 2020, arXiv:2002.05202, equations 5 and 6), in fp32.
+    """A gated linear unit without its projections, computed in fp32.
 
-        y = act(gate) · up                                    up given
+        y = act(gate) · up                                    with up
         y = act(gate[..., :D]) · gate[..., D:]                up=None: both packed in one tensor
 
     activation    act(x)
@@ -31,23 +31,26 @@ def swiglu(
     "sigmoid"     σ(x) = 1 / (1 + exp(−x))                                       GLU (Dauphin et al. 2017)
     "identity"    x                                                              bilinear
 
-    Differentiable in gate and up, which are all that is saved: the backward computes the activation again. The
-    gradient of a packed tensor is one packed tensor, written in place by the kernel.
+    Differentiable in gate and up, the only saved tensors: the backward recomputes the activation. The gradient of a
+    packed tensor is one packed tensor, both halves of which are written by the kernel without a copy.
 
     gate    any shape and strides, or [..., 2·D] without `up`; fp32, fp16 or bf16
     up      shape, dtype and device of gate
-    backend "triton", "cuda" (CUDA C++, compiled by CuPy: rows of fp16 or bf16 that begin on any boundary, as the halves
-            of a packed tensor of an odd width, on compute capability 9.0), or "auto", which takes "cuda" where it can
-            run and is faster. With "cuda" the backward still runs in Triton where dy's strides require it.
+    backend "triton", "cuda" (CUDA C++, compiled by CuPy: rows of fp16 or bf16 with any alignment, as the halves of a
+            packed tensor of an odd width, on compute capability 9.0), or "auto", which selects "cuda" where it can run
+            and is faster. With "cuda" the backward still runs in Triton where dy's strides require it.
 
-    Tensors are read in place where the dimensions of all of them coalesce to rows and columns: slices of rows or
-    columns, hence the two halves of one projection and the halves of a packed tensor; dense tensors whose dimensions
-    are in the same order, whichever it is. Otherwise they are copied first. The same holds for the incoming gradient.
+    Tensors are read without a copy where the dimensions of all of them coalesce to rows and columns. Examples are
+    slices of rows or columns, hence the two halves of one projection or of a packed tensor, and dense tensors with the
+    same order of dimensions. Otherwise they are copied first. The same holds for the incoming gradient.
 
-    Returns y in shape and dtype of gate (of its half) and in gate's memory order, as torch.empty_like.
+    Returns y in shape and dtype of gate (or of its half) and in gate's memory order, as torch.empty_like.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device or an unknown activation or backend,
-    RuntimeError for a CPU tensor outside Triton's interpreter and for backend="cuda" where it cannot run.
+    RuntimeError for a CPU tensor outside Triton's interpreter and for backend="cuda" where it cannot run,
+    NotImplementedError for forward-mode differentiation.
+
+    Source: Shazeer 2020, arXiv:2002.05202, equations 5 and 6.
     """
     if lean(gate, up):
         plan = _fwd_plan(gate, up, activation, backend)
@@ -80,12 +83,13 @@ def _check(gate: torch.Tensor, up: torch.Tensor | None, activation: str, backend
 
 
 def _signature(gate, up):
-    """The key of gate and up. Of a packed tensor the alignment of the second half depends on the address modulo 16."""
+    """The key of gate and up. For a packed tensor it includes the address modulo 16, on which the alignment of the
+    second half depends."""
     return signature(gate), gate.data_ptr() % 16 if up is None else signature(up)
 
 
 def _fwd_plan(gate, up, activation, backend) -> Forward:
-    """The plan for these arguments, made and kept if it is missing. For plain tensors only (see `lean`)."""
+    """The cached plan for these arguments, created on the first call. For plain tensors only (see `lean`)."""
     key = (_signature(gate, up), activation, backend)
     plan = _FORWARD.find(key)
     if plan is None:
@@ -103,8 +107,8 @@ def _bwd_plan(dy, gate, up, *options) -> Backward:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
-    differentiated."""
+    """The autograd function of eager calls. Its backward calls the custom op where it is traced, transformed by
+    functorch or itself differentiated."""
 
     @staticmethod
     def forward(ctx, gate, up, plan, activation, backend):
@@ -119,12 +123,12 @@ class _SwiGLU(torch.autograd.Function):
         return dgate, dup, None, None, None
 
 
-# torch.autograd.Function.apply handles functorch before it calls this; `lean` has ruled functorch out.
+# torch.autograd.Function.apply first handles functorch, then calls this method. `lean` is False under functorch.
 _apply = super(torch.autograd.Function, _SwiGLU).apply
 
 
 def _gradients(ctx, dy):
-    """dgate and dup, each None if it is not needed or y has no gradient."""
+    """Returns dgate and dup; each is None if it is not needed or y has no incoming gradient."""
     if dy is None:
         return None, None
     gate, up = ctx.saved_tensors

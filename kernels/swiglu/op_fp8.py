@@ -1,4 +1,5 @@
-"""swiglu_fp8, the forward with an fp8 output: checks, the lean eager call, registration with torch.library."""
+"""swiglu_fp8, the forward with an fp8 output: argument checks, the fast eager path, registration with
+torch.library."""
 
 from __future__ import annotations
 
@@ -29,27 +30,27 @@ def swiglu_fp8(
     scale_format: str = "fp32",
     transpose: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """swiglu, whose result y is quantised to 8 bits in the same pass: what an fp8 product reads.
+    """swiglu with its result y quantised to fp8 in the same pass: the operand of an fp8 GEMM.
 
-        y    = swiglu(gate, up, activation=activation), rounded to its dtype
-        data = y / scale                        amax / largest is the scale of a group, 1 where amax is 0
+        y    = swiglu(gate, up, activation=activation), rounded to gate's dtype
+        data = y / scale                        scale = amax / largest of a group, 1 where amax is 0
 
-    To the bit what `ridgeline.fp8` gives for that y (of backend "triton"), with its rules for NaN, infinities and
-    zeros, and without y in memory.
+    Bit-identical to `ridgeline.fp8` of that y (from backend "triton"), with its rules for NaN, infinities and zeros.
+    y is not written to memory.
 
-    gate, up, activation   as of swiglu; gate is [..., D], or [..., 2·D] without `up`
+    gate, up, activation   as for swiglu; gate is [..., D], or [..., 2·D] without `up`
     dtype         of the data: torch.float8_e4m3fn or torch.float8_e5m2
-    granularity   what shares a scale: "row", scales [..., 1], for D <= 32768, or "1x128", scales [..., ceil(D / 128)]
-    scale_format  "fp32"; "pow2", powers of two in fp32; "e8m0", the same as torch.float8_e8m0fnu
-    transpose     also return data_t [D, R] and scale_t [D, ceil(R / 128)], for R rows: blocks of 128 rows of a column,
-                  which the gradient of weights reads. With granularity "1x128" alone; in the same pass where R and D
-                  are multiples of 128.
+    granularity   the group of a scale: "row", scales [..., 1], for D <= 32768, or "1x128", scales [..., ceil(D / 128)]
+    scale_format  "fp32"; "pow2", powers of two in fp32; "e8m0", the same values as torch.float8_e8m0fnu
+    transpose     also return data_t [D, R] and scale_t [D, ceil(R / 128)], for R rows, with one scale per 128 rows of a
+                  column: the operand of the weight gradient. Only with granularity "1x128"; in the same pass where R
+                  and D are multiples of 128.
 
-    Returns data [..., D] and scale; with transpose data_t and scale_t. Contiguous. Not
-    differentiable: an input that requires a gradient is an error where gradients are recorded.
+    Returns data [..., D] and scale; with transpose also data_t and scale_t. All are contiguous. Not differentiable.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter and for an input that requires a gradient.
+    outside Triton's interpreter and, where gradients are recorded, for an input that requires one,
+    NotImplementedError for forward-mode differentiation.
     """
     no_gradient("swiglu_fp8", gate=gate, up=up)
     options = (activation, dtype, granularity, scale_format, transpose)
@@ -59,7 +60,7 @@ def swiglu_fp8(
         _check(gate, up, *options)
         no_tangent("swiglu_fp8", gate, up)
         made = _quantise_op(gate, up, activation, dtype == FORMATS[0], granularity, scale_format, transpose)
-    # Codes and scales take turns.
+    # Data and scales alternate.
     of_scales = torch.float8_e8m0fnu if scale_format == "e8m0" else torch.float32
     return tuple(tensor.view(of_scales if index % 2 else dtype) for index, tensor in enumerate(made))
 
@@ -86,7 +87,7 @@ def _check(gate, up, activation, dtype, granularity, scale_format, transpose) ->
 
 
 def _quantise_plan(gate, up, activation, dtype, granularity, scale_format, transpose):
-    """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
+    """The cached plan for these arguments. For plain tensors only: the key does not fully describe other tensors."""
     options = (activation, dtype, granularity, scale_format, transpose)
     key = (_signature(gate, up), *options)
     plan = _QUANTISE.find(key)

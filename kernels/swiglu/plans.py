@@ -1,4 +1,4 @@
-"""Launch plans of swiglu: all of a call that does not depend on the tensors' contents and addresses."""
+"""Launch plans of swiglu: everything in a call that does not depend on the tensors' values and addresses."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Backward = Callable[[torch.Tensor, torch.Tensor, Optional], tuple[Optional, Opti
 
 
 def fwd_plan(gate: torch.Tensor, up: torch.Tensor | None, activation: str, backend: str) -> Forward:
-    """A function of (gate, up), tensors with the signatures of these, that returns y. Without `up`, `gate` holds both
-    as the halves of its last dimension. `op` has checked the inputs. RuntimeError where `backend` cannot take them."""
+    """Returns a function of (gate, up) that returns y, for all tensors with these signatures. Without `up`, `gate`
+    holds both as the halves of its last dimension. `op` has checked the inputs. Raises RuntimeError where `backend`
+    does not support them."""
     dtype, device = gate.dtype, gate.device
     halves = gate.chunk(2, dim=-1) if up is None else (gate, up)
     like = torch.empty_like(halves[0], device="meta")
@@ -56,9 +57,9 @@ def bwd_plan(
     need_dgate: bool,
     need_dup: bool,
 ) -> Backward:
-    """A function of (dy, gate, up), tensors with the signatures of these, that returns dgate and dup, each None unless
-    needed; without `up` the gradient of the packed tensor, and None. Here `backend` "cuda" prefers CUDA C++ but falls
-    back to Triton, because dy may have any strides."""
+    """Returns a function of (dy, gate, up), for all tensors with these signatures. It returns dgate and dup, each None
+    unless needed; without `up`, the gradient of the packed tensor, and None. Here `backend` "cuda" prefers CUDA C++ but
+    falls back to Triton, because dy may have any strides."""
     if up is None:
         return _packed_bwd_plan(dy, gate, activation, backend)
     if not gate.numel() or not (need_dgate or need_dup):
@@ -119,9 +120,9 @@ def _launch(
     need_dgate: bool = False,
     need_dup: bool = False,
 ) -> Callable[..., None]:
-    """The launch of the forward kernel or, with a gradient, of the backward kernel: unaligned.cu where `backend` allows
-    and it can run, otherwise Triton. A function of the kernel's tensors in its order, None for those not used.
-    `strides` are theirs; `like` has their dtype and device."""
+    """The launch of the forward kernel or, if a gradient is needed, of the backward kernel. Uses unaligned.cu where
+    `backend` allows it and it can run, otherwise Triton. Returns a function of the tensors in the order of the kernel's
+    parameters, None for those not used. `strides` are in the same order; `like` has their dtype and device."""
     capability, gradients, dtype = _capability(like), need_dgate + need_dup, like.dtype
     if backend == "cuda" or (backend == "auto" and configs.fills_warps(layout.cols, gradients)):
         reason = unaligned.unsupported_reason(layout, dtype, capability)
@@ -149,18 +150,18 @@ def _launch(
 
 
 def _capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """Compute capability; in the interpreter that of an sm_80."""
+    """The compute capability; (8, 0) in the interpreter."""
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 0)
 
 
 def _second_half(like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function of a packed tensor with the strides of `like` that returns its second half: `up`, or its gradient. By
-    as_strided, the view that costs the host least."""
+    """Returns a function of a packed tensor with the strides of `like` that returns its second half: `up`, or its
+    gradient. as_strided is the view with the least host time."""
     *leading, last = like.shape
     size, stride, skip = (*leading, last // 2), like.stride(), last // 2 * like.stride(-1)
     return lambda tensor: tensor.as_strided(size, stride, tensor.storage_offset() + skip)
 
 
 def _ordered(first: Any, tensors: Sequence[Any], copied: Sequence[bool]) -> tuple[Any, ...]:
-    """The tensors (or None), those to be copied replaced by copies in the memory order of `first`."""
+    """The tensors (or None), where those marked in `copied` are replaced by copies in the memory order of `first`."""
     return tuple(in_order_of(first, t) if c else t for t, c in zip(tensors, copied, strict=True))

@@ -1,4 +1,4 @@
-"""Launch plans of swiglu_fp8: all of a call that does not depend on the tensors' contents and addresses."""
+"""Launch plans of swiglu_fp8: everything in a call that does not depend on the tensors' values and addresses."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .kernel_fp8 import _swiglu_fp8_kernel, _swiglu_fp8_rows_kernel
 from .launch import Launch
 
 BLOCK = 128  # elements that share a scale
-# (gate, up) -> data and scale, and data_t and scale_t where asked; codes as bytes
+# (gate, up) -> data and scale, and with transpose data_t and scale_t; fp8 data as uint8
 Quantise = Callable[[torch.Tensor, torch.Tensor | None], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a launch writes, data or a transposed copy or both, and the tile of a CTA."""
+    """One launch: whether it writes data, the transposed copy or both, and the tile of a CTA."""
 
     data: bool
     transpose: bool
@@ -31,8 +31,9 @@ class Tile:
 
 
 def _tiles(transpose: bool, whole: bool) -> tuple[Tile, ...]:
-    """One launch; a transposed copy with partial tiles is a launch of its own, which reads the input again: predicates
-    and stores of single elements of both would spill hundreds of bytes a thread."""
+    """The tile of each launch. One launch computes all outputs, unless tiles are partial: then the transposed copy has
+    its own launch, which reads the input again. Predicates and single-element stores of both would spill hundreds of
+    bytes a thread."""
     data, copy = Tile(True, False, 32, BLOCK, 8), Tile(False, True, BLOCK, 32, 8)
     if not transpose:
         return (data,)
@@ -40,7 +41,7 @@ def _tiles(transpose: bool, whole: bool) -> tuple[Tile, ...]:
 
 
 def result_shapes(shape: Sequence[int], granularity: str, transpose: bool) -> list[tuple[tuple[int, ...], bool]]:
-    """Shapes of data and scale, data_t and scale_t, for a result of that shape; and whether each holds scales."""
+    """(shape, whether it holds scales) of data, scale, data_t and scale_t, for a y of the given shape."""
     *lead, dim = shape
     groups = 1 if granularity == "row" else (dim + BLOCK - 1) // BLOCK
     shapes = [((*lead, dim), False), ((*lead, groups), True)]
@@ -53,7 +54,7 @@ def result_shapes(shape: Sequence[int], granularity: str, transpose: bool) -> li
 
 
 def scale_dtype(scale_format: str) -> torch.dtype:
-    """Of the tensor that a kernel writes: UE8M0 as bytes."""
+    """The dtype of the scales that a kernel writes: uint8 for UE8M0."""
     return torch.uint8 if scale_format == "e8m0" else torch.float32
 
 
@@ -66,7 +67,8 @@ def quantise_plan(
     scale_format: str,
     transpose: bool,
 ) -> Quantise:
-    """A function of (gate, up), tensors with the signatures of these. `op_fp8` has checked the inputs."""
+    """Returns the function (gate, up) -> results, for all tensors with these signatures. `op_fp8` has checked the
+    inputs."""
     device = gate.device
     shape = (*gate.shape[:-1], gate.shape[-1] // 2) if up is None else tuple(gate.shape)
     shapes = result_shapes(shape, granularity, transpose)
@@ -98,7 +100,7 @@ def quantise_plan(
 
 
 def _rows_launch(gate: torch.Tensor, up: torch.Tensor, numbers: dict[str, Any]) -> Launch:
-    """Takes (gate, up, data, scale)."""
+    """The launch for granularity "row", a function of (gate, up, data, scale)."""
     rows, cols = gate.shape
     config = configs.pick_rows_config(cols)
     return Launch(
@@ -117,7 +119,8 @@ def _rows_launch(gate: torch.Tensor, up: torch.Tensor, numbers: dict[str, Any]) 
 def _block_launches(
     gate: torch.Tensor, up: torch.Tensor, transpose: bool, numbers: dict[str, Any]
 ) -> list[Callable[..., None]]:
-    """Each takes (gate, up, data, scale), and data_t and scale_t with `transpose`."""
+    """The launches for granularity "1x128", functions of (gate, up, data, scale) and, with `transpose`, data_t and
+    scale_t."""
     rows, cols = gate.shape
     launches: list[Callable[..., None]] = []
     for tile in _tiles(transpose, whole=rows % BLOCK == 0 and cols % BLOCK == 0):
@@ -143,7 +146,7 @@ def _without_transpose(launch: Launch, *tensors: torch.Tensor) -> None:
 
 
 def _operands(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as rows; of a packed tensor its halves."""
+    """gate and up as [rows, cols]; the halves of a packed tensor."""
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
     return _rows(gate), _rows(up)
@@ -156,5 +159,5 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _native(tensor: torch.Tensor) -> bool:
-    """Whether there are conversion instructions for fp8."""
+    """Whether the device has fp8 conversion instructions (sm_89 and later)."""
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 9)

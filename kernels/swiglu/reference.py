@@ -23,8 +23,8 @@ def _activation(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 class _PreciseGelu(torch.autograd.Function):
-    """For fp64, without the cancellation in 1 + erf and 1 + tanh. Those are 0 from x = -9 on, where in fp32 GELU is
-    still far from it."""
+    """GELU in fp64 without the cancellation in 1 + erf and 1 + tanh. Those sums are 0 below x = -9, where GELU is not
+    yet 0 in fp32."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, approximate: str) -> torch.Tensor:

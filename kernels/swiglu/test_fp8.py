@@ -1,4 +1,4 @@
-"""swiglu_fp8: to the bit what quantising swiglu's result in PyTorch gives."""
+"""swiglu_fp8 is bit-identical to quantising swiglu's result in PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16) if DEVICE == "cuda" else
 
 
 def quantised(y: torch.Tensor, dtype: torch.dtype, group: int, pow2: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """By rows in groups of columns, as kernels/fp8 defines it, in fp32."""
+    """Quantises each row in groups of columns, as kernels/fp8 defines it, in fp32."""
     largest, (rows, dim) = torch.finfo(dtype).max, y.shape
     wide = F.pad(torch.where(y.isfinite(), y.float(), torch.nan), (0, -dim % group)).view(rows, -1, group)
     amax = torch.where(wide.isnan(), 0, wide.abs()).amax(2)
@@ -33,14 +33,14 @@ def quantised(y: torch.Tensor, dtype: torch.dtype, group: int, pow2: bool = Fals
 
 
 def same(ours: torch.Tensor, want: torch.Tensor) -> None:
-    """Equal bits; any NaN equals any other."""
+    """Asserts equal bits; all NaNs count as equal."""
     assert ours.shape == want.shape and ours.dtype == want.dtype and ours.is_contiguous()
     ours, want = (torch.where(t.float().isnan(), 0, t.float()) for t in (ours, want))
     assert torch.equal(ours, want)
 
 
 def inputs(rows: int, dim: int, dtype: torch.dtype) -> list[dict]:
-    """Apart, and packed, of which the halves may lie on no boundary."""
+    """Separate tensors, and a packed tensor, whose halves may be unaligned."""
     gate, up = (torch.randn(rows, dim, device=DEVICE).to(dtype) for _ in range(2))
     return [dict(gate=gate, up=up, activation="gelu"), dict(gate=torch.cat([gate, up], 1))]
 
@@ -88,7 +88,7 @@ def test_it_is_what_quantising_gives(rows: int, dim: int, options: dict, dtype: 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compute-sanitizer does this on a GPU")
 @pytest.mark.parametrize("options", [{}, dict(transpose=True), dict(granularity="row")])
 def test_it_reads_within_its_tensors(options: dict) -> None:
-    """A tile has more rows than there are, and more columns."""
+    """The tile has more rows and more columns than the tensor."""
     gate, up = torch.randn(3, 200), torch.randn(3, 200)
     with addresses.checked(gate, up):
         swiglu_fp8(gate, up, **options)
@@ -183,7 +183,7 @@ def test_rows_without_columns_have_scales_of_one(scale_format, dtype):
 
 
 def test_the_most_columns_are_those_of_one_half():
-    """Of a packed tensor, which has twice as many."""
+    """The limit holds for D; the packed tensor has twice as many columns."""
     packed = torch.randn(1, 2 * 8200, device=DEVICE)
     found = swiglu_fp8(packed, granularity="row")
     for ours, want in zip(found, expected(swiglu(packed), granularity="row"), strict=True):

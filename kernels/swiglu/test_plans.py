@@ -1,4 +1,4 @@
-"""The lean eager call and torch.library give the same bits, and a plan serves no tensors but those it was made for."""
+"""The fast eager path and the custom op give the same bits; a plan is used only for the tensors of its key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def normal(*shape: int, **options) -> torch.Tensor:
 
 
 def shifted(elements: int, *shape: int) -> torch.Tensor:
-    """That many elements past a 16-byte boundary."""
+    """A tensor that begins the given number of elements past a 16-byte boundary."""
     return normal(elements + torch.Size(shape).numel())[elements:].view(shape)
 
 
@@ -47,7 +47,7 @@ LAYOUTS = PAIRS | PACKED
 
 @pytest.fixture
 def by_library(monkeypatch):
-    """Runs a call as where something traces it."""
+    """Runs a call through the custom op, as under tracing."""
 
     def run(call):
         with monkeypatch.context() as patch:
@@ -58,7 +58,7 @@ def by_library(monkeypatch):
 
 
 def everything(tensors, dy=None, wanted=(True, True), fn=swiglu) -> tuple[torch.Tensor, ...]:
-    """y and the gradients that are wanted."""
+    """Returns y and the gradients of the tensors that require one."""
     leaves = [t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=False)]
     y = fn(*leaves)
     dy = torch.linspace(-2, 2, y.numel(), device=DEVICE).view(y.shape).to(y.dtype) if dy is None else dy(y)
@@ -89,7 +89,7 @@ def plain(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def test_every_call_is_right_whatever_came_before():
-    """Layouts in turn and again; several of them have one shape."""
+    """Layouts called alternately; several of them have the same shape."""
     for _ in range(2):
         for make in LAYOUTS.values():
             tensors = make()
@@ -100,7 +100,8 @@ def test_every_call_is_right_whatever_came_before():
 
 
 def test_the_second_half_of_a_packed_tensor_has_a_boundary_of_its_own():
-    """Halves of 8 bytes: 8 bytes past a boundary the second begins on one, 4 bytes past it does not."""
+    """With halves of 8 bytes, the second is 16-byte aligned if the tensor begins 8 bytes past a boundary, but not if it
+    begins 4 bytes past one."""
     for elements in (0, 1, 2, 3, 2):
         x = shifted(elements, 3, 4)
         torch.testing.assert_close(swiglu(x), plain(x), rtol=1e-5, atol=1e-5)
@@ -117,7 +118,7 @@ def test_the_number_of_plans_is_bounded(monkeypatch):
 
 
 def test_two_threads_at_once(monkeypatch):
-    """Each with shapes of its own and shapes of both. The interpreter itself runs one kernel at a time."""
+    """Each thread uses its own shapes and shapes of both. The interpreter itself runs one kernel at a time."""
     if DEVICE == "cpu":
         lock, original = threading.Lock(), Launch.__call__
 
@@ -127,7 +128,7 @@ def test_two_threads_at_once(monkeypatch):
 
         monkeypatch.setattr(Launch, "__call__", alone)
     for kept in (op._FORWARD, op._BACKWARD):
-        monkeypatch.setattr(kept, "size", 3)  # so that they drop each other's
+        monkeypatch.setattr(kept, "size", 3)  # so that each thread evicts the plans of the other
     wrong: list[object] = []
 
     def work(first: int) -> None:
@@ -148,7 +149,7 @@ def test_two_threads_at_once(monkeypatch):
 
 
 class _Drop(torch.autograd.Function):
-    """Gives its input no gradient."""
+    """Returns no gradient for its input."""
 
     @staticmethod
     def forward(ctx, x):

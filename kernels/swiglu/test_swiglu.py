@@ -1,4 +1,4 @@
-"""What is special to swiglu; `tests/test_specs.py` checks the rest from SPEC."""
+"""Properties specific to swiglu; `tests/test_specs.py` checks the rest from SPEC."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def normal(*shape: int, **options) -> torch.Tensor:
 
 
 def everything(op, *leaves: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
-    """The output and the gradients of the leaves."""
+    """Returns the output and the gradients of the leaves."""
     leaves = tuple(t.detach().requires_grad_() for t in leaves)
     y = op(*leaves, **options)
     dy = torch.linspace(-2, 2, y.numel(), device=DEVICE).view(y.shape).to(y.dtype)
@@ -91,7 +91,7 @@ def test_halves_of_a_projection_are_read_in_place_and_so_is_a_packed_tensor(monk
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (2, 1, 0), (1, 2, 0)])
 def test_any_order_of_dimensions(order):
-    """Also where the half that is split off is not the innermost in memory."""
+    """Also where the dimension that is halved is not the innermost in memory."""
     packed = normal(4, 6, 10).permute(order)
     for a, b in zip(everything(swiglu, packed), everything(swiglu_reference, packed), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -121,7 +121,7 @@ def test_no_work_for_a_gradient_that_nobody_wants(needed, monkeypatch):
 
 
 class _spy:
-    """Stands in for a JIT kernel and notes the arguments of each launch."""
+    """Replaces a JIT kernel and records the arguments of each launch."""
 
     def __init__(self, jit, launched):
         self.jit, self.launched = jit, launched
@@ -145,7 +145,7 @@ def test_gate_and_up_are_all_that_is_saved(packed):
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_the_mean_relative_error_in_fp32_is_that_of_a_few_roundings(activation):
-    """9e-8. With the exponent shifted by 64 everywhere, which belongs to subnormal results alone, gelu has 4e-7."""
+    """It is 9e-8. With the exponent shifted by 64 everywhere, and not only for subnormal results, gelu has 4e-7."""
     gate = torch.linspace(-4, 4, 8000, device=DEVICE)
     y, oracle = (
         op(gate.to(dtype), torch.ones_like(gate, dtype=dtype), activation=activation).double()
@@ -168,8 +168,8 @@ def test_the_tail_of_silu_keeps_its_relative_accuracy():
 
 
 def test_the_tail_of_silu_has_no_bias():
-    """The exponent lacks what log2(e) has beyond fp32, 8e-7 of the result here, unless it is corrected. That is less
-    than the error of one result in the interpreter, so it shows in the mean."""
+    """Without the correction, the rounding error of log2(e) in the exponent is 8e-7 of the result here. That is less
+    than the error of one result in the interpreter, so the test compares the mean."""
     gate = torch.linspace(-70, -50, 4096, device=DEVICE)
     y, exact = swiglu(gate, torch.ones_like(gate)).double(), F.silu(gate.double())
     assert abs(float((y / exact - 1).mean())) < 4e-7
@@ -196,7 +196,7 @@ def test_relu_hides_what_is_behind_a_closed_gate():
 
 
 def test_autocast():
-    """It takes what a matrix product under autocast gives, and gives the same dtype."""
+    """It accepts the dtype that a GEMM under autocast returns, and returns the same dtype."""
     weight, x = normal(2 * 24, 16, requires_grad=True), normal(4, 16)
     with torch.autocast(DEVICE, dtype=torch.float16):
         y = swiglu(F.linear(x, weight))
@@ -231,7 +231,7 @@ def test_says_what_is_wrong(call, error, words):
 @pytest.mark.parametrize("rows", [1, 100_000])
 @pytest.mark.parametrize("cols", [1, 7, 16, 100, 1365, 2048, 11008, 10**9])
 def test_a_tile_narrower_than_16_columns_has_a_whole_row(rows, cols, dtype, capability):
-    """The kernel cuts rows at a multiple of 16, so a tile must not end between two."""
+    """The kernel splits rows at a multiple of 16 columns, so a tile must end at one."""
     for aligned in (False, True):
         for transposed in (False, True):
             config = configs.pick_config(rows, cols, dtype, aligned, transposed, capability)
@@ -251,7 +251,7 @@ def test_rows_that_do_not_begin_on_a_boundary_are_known():
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True])
 def test_more_than_two_to_the_31_elements(packed):
-    """Offsets are 64 bits wide: the last rows lie past what 32 reach."""
+    """Offsets have 64 bits: those of the last rows exceed 32."""
     rows, dim = 2**31 // 8192 + 3, 8192 // (2 if packed else 1)
     shape = (rows, 2 * dim) if packed else (rows, dim)
     tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(1 if packed else 2)]

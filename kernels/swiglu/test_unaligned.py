@@ -1,4 +1,4 @@
-"""Rows on any boundary: when CUDA C++ takes them and what it is told, anywhere; what it computes, on Hopper."""
+"""Unaligned rows in CUDA C++: dispatch and launch arguments on any machine, results on Hopper."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_warps_cover_a_row_on_every_boundary(cols, slots, both):
         for other in range(8) if both else (past,):
             before = (past - other) % 8 > past  # a vector of dup before the row's first slot
             assert written >= before + -(-(past + cols) // 8)
-    assert written - (31 if both else 32) * slots < -(-(7 + cols) // 8) + both  # and no more than that
+    assert written - (31 if both else 32) * slots < -(-(7 + cols) // 8) + both  # no more warps than needed
 
 
 def test_which_rows_it_is_picked_for():
@@ -55,7 +55,7 @@ def test_why_it_is_not_supported(monkeypatch):
     assert reason(packed[1:5, 3:1000], gate[:4, :997], up[2:6, 368:]) is None
     assert reason(y, gate, up, capability=(8, 0)) == "it needs a GPU of compute capability 9.0 (Hopper)"
     assert reason(y.float(), gate.float(), up.float()) == "it takes bfloat16 and float16, not torch.float32"
-    for t in (y, torch.empty(6, 64, dtype=BF16)[:, :32]):  # one row, and rows on boundaries
+    for t in (y, torch.empty(6, 64, dtype=BF16)[:, :32]):  # one row, and aligned rows
         assert "not a single row nor strides that are multiples of 16" in reason(t, t, t)
     contiguous = "it takes rows whose elements are contiguous"
     assert reason(y, gate, up[:, :1].expand(6, 1365)) == contiguous
@@ -70,7 +70,7 @@ def test_why_it_is_not_supported(monkeypatch):
 
 
 def test_a_backend_that_cannot_run_says_why():
-    """Before any launch. On a GPU for the dtype, elsewhere for the device."""
+    """The error is raised before any launch: on a GPU because of the dtype, elsewhere because of the device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     packed = torch.randn(3, 2 * 1365, device=device)
     with pytest.raises(RuntimeError, match='swiglu: backend="cuda" cannot run here: it (needs|takes)'):
@@ -80,11 +80,11 @@ def test_a_backend_that_cannot_run_says_why():
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """A Hopper GPU that launches nothing: what was compiled and what was launched."""
+    """Pretends a Hopper GPU that launches nothing. Returns the lists of compilations and of launches."""
     compiled, launched = [], []
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,))
-    monkeypatch.setattr(cuda_driver, "_current_device", lambda: None)  # a CPU tensor has that index
+    monkeypatch.setattr(cuda_driver, "_current_device", lambda: None)  # a CPU tensor has device index None
     monkeypatch.setattr(cuda_driver, "_raw_stream", lambda device: 0)
     monkeypatch.setattr(cuda_driver, "parameters", lambda function: ())
     monkeypatch.setattr(cuda_driver, "_packer", lambda layout, places: lambda *values: values)
@@ -93,7 +93,7 @@ def pretended(monkeypatch):
 
 
 def test_what_it_is_told(pretended, monkeypatch):
-    """Pointers or none, sizes, and strides in elements."""
+    """The kernel gets pointers (null if unused), sizes, and strides in elements."""
     compiled, launched = pretended
     packed, out = torch.empty(100, 2730, dtype=FP16), torch.empty(100, 1365, dtype=FP16)
     gate, up = packed.chunk(2, dim=-1)
@@ -105,7 +105,7 @@ def test_what_it_is_told(pretended, monkeypatch):
     assert (source, names) == ("unaligned.cu", ("swiglu_unaligned_fwd",))
     assert {"THREADS=256", "SLOTS=1", "RESIDENT=5", "TYPE=1", "ACTIVATION=2", "EVICT_LAST=0"} <= set(defines)
     assert {"NEED_DGATE=0", "NEED_DUP=0"} <= set(defines)
-    assert (grid, threads, shared) == (75, 256, 0)  # 6 warps of 32 slots for a row, 8 warps in a CTA
+    assert (grid, threads, shared) == (75, 256, 0)  # 6 warps of 32 slots per row, 8 warps per CTA
     assert list(values) == [*(t.data_ptr() for t in (gate, up, out)), 100, 1365, 6, 2730, 2730, 1365]
 
     dup, strides = packed.clone()[:, 1365:], (1365, 2730, 0, 0, 2730)
@@ -118,7 +118,7 @@ def test_what_it_is_told(pretended, monkeypatch):
 
 
 def test_what_a_plan_tells_it(pretended, monkeypatch):
-    """Of a packed tensor: both halves of it and of its gradient, where they lie."""
+    """For a packed tensor the kernel gets the addresses of both halves, and of both halves of the gradient."""
     compiled, launched = pretended
     monkeypatch.setattr(plans, "_capability", lambda tensor: HOPPER)
     packed, dy = torch.empty(100, 2730, dtype=BF16), torch.empty(100, 1365, dtype=BF16)
@@ -131,7 +131,7 @@ def test_what_a_plan_tells_it(pretended, monkeypatch):
     halves = start, start + 2 * 1365, grad.data_ptr(), grad.data_ptr() + 2 * 1365
     assert list(values) == [dy.data_ptr(), *halves, 100, 1365, 6, 1365, *(2730,) * 4]
     assert grad.shape == packed.shape and len(compiled) == 2
-    # An incoming gradient of stride 0 is for Triton, whatever the backend.
+    # An incoming gradient of stride 0 runs in Triton, whatever the backend.
     expanded = dy[:1, :1].expand(100, 1365)
     monkeypatch.setattr(plans, "Launch", lambda kernel, *_, **__: lambda *tensors: launched.append(kernel))
     plans.bwd_plan(expanded, packed, None, "silu", "cuda", True, True)(expanded, packed, None)
@@ -143,7 +143,7 @@ def test_what_a_plan_tells_it(pretended, monkeypatch):
 @COMPILED
 @pytest.mark.parametrize(("activation", "dtype"), [*((name, BF16) for name in ACTIVATIONS), ("silu", FP16)], ids=str)
 def test_nothing_spills(activation, dtype, monkeypatch):
-    """At the number of CTAs that registers are limited for. Every vector is loaded as one."""
+    """The register limit for the resident CTAs causes no spills, and each vector is one load or store instruction."""
     found = []
 
     def kernels(device: int, source: str, names: tuple, defines: tuple, shared: int) -> tuple:
@@ -167,7 +167,7 @@ def test_nothing_spills(activation, dtype, monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The launches of the kernels. Skips where they do not run."""
+    """Records the launches of the kernels. Skips where they cannot run."""
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
     if reason := cuda_driver.no_compiler():
@@ -182,7 +182,7 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def agree(mine: tuple[torch.Tensor, ...], triton: tuple[torch.Tensor, ...]) -> None:
-    """To one rounding: products may be fused with sums in other places."""
+    """Equal up to one rounding, because the compilers may contract other operations to fused multiply-adds."""
     for a, b in zip(mine, triton, strict=True):
         rounding = {BF16: 2.0**-7, FP16: 2.0**-10}[a.dtype]
         torch.testing.assert_close(a, b, rtol=rounding, atol=1e-5, equal_nan=True)
@@ -192,7 +192,7 @@ def agree(mine: tuple[torch.Tensor, ...], triton: tuple[torch.Tensor, ...]) -> N
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_agrees_with_triton(activation, dtype, launched):
-    """Packed and halves, every gradient, special values among the others."""
+    """Packed tensors and halves, every gradient, with some special values."""
     packed = normal(67, 2 * 1365, dtype=dtype)
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 3e2, -3e2, 1e-7], dtype=dtype, device="cuda")
     packed[::5, ::11] = special[torch.arange(packed[::5, ::11].numel(), device="cuda") % 8].view_as(packed[::5, ::11])
@@ -222,7 +222,7 @@ def test_agrees_with_triton(activation, dtype, launched):
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", [*range(1, 40), 247, 248, 249, 257, 1365])
 def test_every_boundary_and_nothing_beyond_the_rows(cols, launched):
-    """Launched on views between guards, at widths of which Triton takes some."""
+    """Launched on views between guard elements, also at widths for which "auto" selects Triton."""
     config = configs.UnalignedConfig(128, 2, 2, "")
     for past in range(8):
         rooms = [torch.full((5 * (cols + 9) + 32,), 77.0, dtype=BF16, device="cuda") for _ in range(5)]
@@ -264,7 +264,7 @@ def test_what_does_not_fit_runs_in_triton(launched):
 
 @pytest.mark.gpu
 def test_in_a_graph_on_a_stream_and_in_a_thread(launched):
-    """A new thread has no context before something makes one current."""
+    """A new thread has no current CUDA context."""
     packed, dy, results = normal(300, 2 * 1365), normal(300, 1365), []
 
     def run() -> None:
@@ -294,7 +294,7 @@ def test_in_a_graph_on_a_stream_and_in_a_thread(launched):
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements(launched):
-    """Offsets are 64 bits wide: the last rows lie past what 32 reach."""
+    """Offsets have 64 bits: those of the last rows exceed 32."""
     packed = torch.randn(2**31 // 2730 + 3, 2730, device="cuda", dtype=BF16)
     y = swiglu(packed)
     grad, _ = plans.bwd_plan(y, packed, None, "silu", "cuda", True, True)(y, packed, None)

@@ -36,7 +36,7 @@ typedef unsigned short u16;
 
 constexpr int ELEMENTS = 8;  // elements of a vector
 constexpr bool EXCHANGE = NEED_DGATE && NEED_DUP;
-constexpr int SLOTS_WRITTEN = EXCHANGE ? 31 : 32;  // slots that a warp writes in one step
+constexpr int SLOTS_WRITTEN = EXCHANGE ? 31 : 32;  // slots that a warp writes per iteration
 enum { SILU, GELU, GELU_TANH, RELU, SIGMOID, IDENTITY };
 
 __device__ u64 policy_of_loads() {
@@ -109,7 +109,7 @@ __device__ Activated activation(float x) {
         const float s = reciprocal(1 + exp2_of(x * (linear + cubic * square))), y = x * s;
         return {y, s + y * ((1 - s) * (float(SLOPE) + float(3 * SLOPE * CUBIC) * square))};
     } else if constexpr (ACTIVATION == RELU) {
-        return {x <= 0 ? 0 : x, x <= 0 ? 0.0f : 1.0f};  // NaN stays
+        return {x <= 0 ? 0 : x, x <= 0 ? 0.0f : 1.0f};  // NaN remains NaN
     } else if constexpr (ACTIVATION == SIGMOID) {
         const float s = logistic(x);
         return {s, s * (1 - s)};
@@ -130,7 +130,7 @@ __device__ Row row_of(const u16* tensor, i64 stride, i64 row, i64 rows, int cols
             row > 0 && row + 1 < rows && stride >= 24};
 }
 
-struct Pair {  // two aligned vectors, and the byte at which the 8 elements begin in them
+struct Pair {  // two aligned vectors, and the byte offset of the 8 elements in them
     Vector first, second;
     u32 skip;
 };
@@ -162,7 +162,7 @@ __device__ Vector shifted(const Vector& first, const Vector& second, u32 skip) {
 #pragma unroll
     for (int i = 0; i < 5; ++i) by_one[i] = skip & 4 ? by_two[i + 1] : by_two[i];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out.words[i] = __funnelshift_r(by_one[i], by_one[i + 1], skip * 8);  // modulo 32
+    for (int i = 0; i < 4; ++i) out.words[i] = __funnelshift_r(by_one[i], by_one[i + 1], skip * 8);  // shifts modulo 32
     return out;
 }
 __device__ Vector shifted(const Pair& pair) { return shifted(pair.first, pair.second, pair.skip); }
@@ -180,7 +180,7 @@ __device__ int past_boundary(u64 row) { return int(row >> 1) & 7; }  // elements
 // The row of this warp and its piece of the row: the slots that it writes.
 struct Piece {
     i64 row;
-    int slot;  // the lane's first
+    int slot;  // the first slot of the lane
 };
 __device__ Piece piece_of_warp(u32 warps_per_row) {
     const u32 warp = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, row = warp / warps_per_row;

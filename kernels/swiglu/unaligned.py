@@ -1,4 +1,4 @@
-"""Rows with any alignment, for Hopper in CUDA C++ (unaligned.cu): which layouts it supports, and its launches."""
+"""Rows with any alignment, on Hopper in CUDA C++ (unaligned.cu): supported layouts, and launches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .cuda_driver import address
 from .layout import Coalesced
 
 MAX_COLS = 2**30  # the kernel's column index has 32 bits
-MAX_WARPS = 2**31  # and so has the index of a warp
+MAX_WARPS = 2**31  # the index of a warp has 32 bits
 _TYPES = {torch.bfloat16: 0, torch.float16: 1}  # TYPE in unaligned.cu
 
 
@@ -41,9 +41,9 @@ def unaligned_launch(
     need_dgate: bool = False,
     need_dup: bool = False,
 ) -> Callable[..., None]:
-    """The launch of the forward, a function of (gate, up, y), or of the backward, of (dy, gate, up, dgate, dup) with
-    None for those not used. `row_strides` are those of these tensors, in elements; `layout` is one for which
-    `unsupported_reason` is None; `like` has their dtype and device."""
+    """The launch of the forward, a function of (gate, up, y), or of the backward, a function of (dy, gate, up, dgate,
+    dup) with None for those not used. `row_strides` are the row strides of these tensors, in elements. `layout` must be
+    one for which `unsupported_reason` is None; `like` has their dtype and device."""
     defines = (
         f"THREADS={config.threads}",
         f"SLOTS={config.slots}",
@@ -60,7 +60,7 @@ def unaligned_launch(
         (kernel,) = cuda_driver.kernels(device, "unaligned.cu", (name,), defines, 0)
     per_row = warps_per_row(layout.cols, config.slots, need_dgate and need_dup)
     grid, count = -(-layout.rows * per_row // (config.threads // WARP)), len(row_strides)
-    # Addresses; rows, columns and warps of a row; strides.
+    # Addresses; rows, columns, warps per row; row strides.
     launch = cuda_driver.Launch(device, kernel, grid, config.threads, 0, f"{'P' * count}qiI{'q' * count}")
     fixed = (layout.rows, layout.cols, per_row, *row_strides)
 

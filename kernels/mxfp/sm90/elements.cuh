@@ -6,8 +6,8 @@
 
 #include "instructions.cuh"
 
-constexpr int STEP = 32, BLOCK = NVFP4 ? 16 : 32;  // rows of a step, and of a block
-constexpr u32 NOT_FINITE = 0x7F80;                 // the least bits of a magnitude in bf16 that is no finite number
+constexpr int STEP = 32, BLOCK = NVFP4 ? 16 : 32;  // rows of an iteration, and of a block
+constexpr u32 NOT_FINITE = 0x7F80;                 // the smallest bf16 bits of a magnitude that is not finite
 
 #if WIDTH != 8
 // The codes, without sign, of y >= 0 in bf16. Let e be the exponent of y minus that of the smallest normal element. The
@@ -41,7 +41,7 @@ DEVICE u32 find_scale(u32 most, float tensor_scale, Factor& factor) {
     const float low = __uint_as_float(most << 16) / six, high = __uint_as_float(most & 0xFFFF0000) / six;
     const u32 codes = to_e4m3(fminf(low, 448), fminf(high, 448));
     const u32 a = codes & 0xFF ? codes & 0xFF : 1, b = codes >> 8 ? codes >> 8 : 1;  // a scale of 0 has no inverse
-    constexpr float UNIT = 0x1p120f;  // e4m3's exponent in fp32's place is too small by this
+    constexpr float UNIT = 0x1p120f;  // e4m3's exponent in the position of fp32's is too small by this factor
     factor.low = 1 / (__uint_as_float(a << 20) * UNIT * tensor_scale);
     factor.high = 1 / (__uint_as_float(b << 20) * UNIT * tensor_scale);
     return a | b << 16;

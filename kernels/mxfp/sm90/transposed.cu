@@ -18,25 +18,25 @@
 
 #include "elements.cuh"
 
-constexpr int RESIDENT = WIDTH == 8 || NVFP4 ? 28 : 32;  // warps an SM: 72 or 64 registers a thread
-constexpr int PAIRS = 32, COLUMNS = 2 * PAIRS;  // of a warp
-constexpr int SCALES = STEPS * STEP / BLOCK;    // bytes of a column
+constexpr int RESIDENT = WIDTH == 8 || NVFP4 ? 28 : 32;  // warps per SM: 72 or 64 registers per thread
+constexpr int PAIRS = 32, COLUMNS = 2 * PAIRS;  // per warp
+constexpr int SCALES = STEPS * STEP / BLOCK;    // bytes per column
 #if WIDTH == 6
-typedef uint2 Unit;  // rows of the result begin on 8 bytes
+typedef uint2 Unit;  // rows of the result are 8-byte aligned
 #else
 typedef uint4 Unit;
 #endif
 constexpr int STEP_UNITS = 4 * WIDTH / sizeof(Unit), UNITS = STEPS * STEP_UNITS;
 constexpr int SLOTS = UNITS > 16 ? 1 : UNITS > 8 ? 2 : UNITS > 4 ? 4 : UNITS > 2 ? 8 : 32 / UNITS;  // a power of two
-constexpr int PITCH = UNITS | 1;  // odd: threads that store units of neighbouring slots use different banks
+constexpr int PITCH = UNITS | 1;  // odd: threads that store units of adjacent slots access different banks
 
 struct Problem {
     const char* x;
     Unit* data;
     unsigned char* scales;
-    float* tensor_scale;       // of NVFP4: read, or made of `amax` and written
-    const u32* amax;           // null, or the bits in fp32 of the largest finite magnitude of x
-    u64 pitch;                 // bytes from a row of x to the next
+    float* tensor_scale;       // NVFP4: read, or computed from `amax` and written
+    const u32* amax;           // null, or the fp32 bits of the largest finite magnitude of x
+    u64 pitch;                 // bytes between rows of x
     int rows, columns, tiles;  // of x; tiles of its columns
 };
 
@@ -163,7 +163,7 @@ mxfp_quantize_transposed(const __grid_constant__ Problem p) {
         quantize_step(x, staged, step, tensor_scale, usable);
     }
     __syncwarp();
-    const int all = (p.rows + STEP - 1) / STEP;  // steps of x
+    const int all = (p.rows + STEP - 1) / STEP;  // iterations for all rows of x
     store_data(p, staged, column, row / STEP * STEP_UNITS, steps * STEP_UNITS, all * STEP_UNITS);
     store_scales(p, staged, column, row / BLOCK, steps * (STEP / BLOCK), all * (STEP / BLOCK));
 }

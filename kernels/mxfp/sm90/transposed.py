@@ -1,4 +1,4 @@
-"""Quantisation along x's other dimension for Hopper in CUDA C++ (transposed.cu): what it supports, and its launch."""
+"""Quantisation along the non-contiguous dimension on Hopper in CUDA C++ (transposed.cu): supported problems, launch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..formats import Format
 from . import cuda_driver
 from .cuda_driver import address
 
-STEP, WARP_COLUMNS = 32, 64  # rows of a step of the kernel, and columns of a warp
-_LARGEST_SIZE = 2**31 - 4096  # of a dimension: with the rest of a tile it is an int
+STEP, WARP_COLUMNS = 32, 64  # rows of an iteration of the kernel, columns of a warp
+_LARGEST_SIZE = 2**31 - 4096  # of a dimension; rounded up to whole tiles it still fits in an int
 
 # Problem of transposed.cu: x, data, scales, tensor_scale, amax; pitch; rows, columns, tiles.
 _LAYOUT = "(PPPPPqiii)"
@@ -27,7 +27,7 @@ def unsupported_reason(
     aligned: bool,
     capability: tuple[int, int],
 ) -> str | None:
-    """Why it does not support x [rows, dim], whose blocks are along `dim`, or None.
+    """Why transposed.cu does not support x [rows, dim], whose blocks are along `dim`, or None.
 
     aligned   whether x begins on a 16-byte boundary
     """
@@ -47,7 +47,7 @@ def unsupported_reason(
 
 def launch(x: torch.Tensor, layout: Format, config: CudaConfig) -> Callable[..., None]:
     """Returns a function of (x, data, scales, tensor_scale, amax) that writes data and scales, for x [rows, dim] for
-    which `unsupported_reason` is None. With an amax, the bits of the largest magnitude, tensor_scale is written, else
+    which `unsupported_reason` is None. With an amax (bits of the largest magnitude) tensor_scale is written, else
     read."""
     columns, rows = x.shape
     shared = shared_bytes(layout, config)

@@ -8,16 +8,16 @@
 #include "wgmma_rows.cuh"
 
 constexpr int ROWS = 64 * GROUPS, THREADS = 128 * GROUPS + 32;
-constexpr int CHUNK = 128, PANEL = COLS * 128;  // of K; bytes of 64 columns of x
-constexpr int SCALE_BYTES = NVFP4 ? 8 : 4;      // of a row of a chunk
-constexpr int X_BYTES = 2 * PANEL, W_BYTES = ROWS * CHUNK / 2, S_BYTES = ROWS * SCALE_BYTES;  // of a chunk
+constexpr int CHUNK = 128, PANEL = COLS * 128;  // elements of K; bytes of 64 columns of x
+constexpr int SCALE_BYTES = NVFP4 ? 8 : 4;      // per row of a chunk
+constexpr int X_BYTES = 2 * PANEL, W_BYTES = ROWS * CHUNK / 2, S_BYTES = ROWS * SCALE_BYTES;  // per chunk
 constexpr int W_RING = STAGES * X_BYTES, S_RING = W_RING + STAGES * W_BYTES;
-constexpr int FULL = S_RING + STAGES * S_BYTES, EMPTY = FULL + 8 * STAGES;  // where barriers lie
+constexpr int FULL = S_RING + STAGES * S_BYTES, EMPTY = FULL + 8 * STAGES;  // offsets of the barriers
 
 struct Problem {
     void* y;
     const char *w, *scales;
-    const float* tensor_scale;  // of NVFP4
+    const float* tensor_scale;  // only NVFP4
     int rows, columns, chunks;  // of y; of K
 };
 
@@ -73,7 +73,7 @@ DEVICE int multiply(float (&d)[COLS / 2], const char* shared, u32 smem, Ring& ri
             for (int j = 0; j < 4; j++) wgmma(d, a[half] + 4 * j, x + (half * PANEL + j * 32) / 16);
             wgmma_commit();
             wgmma_wait<1>();
-            pin(a[1 - half]);  // which the wgmmas before these have read by now
+            pin(a[1 - half]);  // the previous wgmmas have read them
             // No fence_reads: reads of this stage may be pending, but the previous one's words were wgmma operands.
             if (half == 0 && step) release(before);
         }

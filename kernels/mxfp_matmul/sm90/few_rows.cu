@@ -29,12 +29,12 @@
 #include "cluster.cuh"
 #include "tma.cuh"
 
-constexpr int PITCH = ROWS + 4;  // of sums in shared memory: a warp's stores fall into different banks
+constexpr int PITCH = ROWS + 4;  // of accumulators in shared memory, without bank conflicts of a warp's stores
 
 struct Tile {
     int row, column;  // of y
-    int width;        // columns of it
-    int first, last;  // chunks of it
+    int width;        // columns of the tile within y
+    int first, last;  // chunks of this split-K partition
 };
 
 DEVICE Tile find_tile(const Problem& p) {
@@ -118,11 +118,11 @@ mxfp_matmul_few_rows(const __grid_constant__ TensorMap x_map, const __grid_const
         });
     } else if (threadIdx.x == 128 * GROUPS) produce(problem, &x_map, tile, smem);
     __syncwarp();
-    __syncthreads();  // the rings have been read
+    __syncthreads();  // all pipeline stages have been read
     if (consumer) leave(d, (float*)shared);
     __syncthreads();
     cluster_sync();
     add(problem, tile, smem);
     __syncwarp();
-    cluster_leave();  // others have read this CTA's sums
+    cluster_leave();  // the other CTAs have read this CTA's accumulators
 }

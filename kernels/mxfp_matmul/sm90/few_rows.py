@@ -19,7 +19,7 @@ _LAYOUT = "M(PPPPiii)"
 
 
 def unsupported_reason(dtype: torch.dtype, columns: int, capability: tuple[int, int]) -> str | None:
-    """Why it does not support x of this dtype with this many rows of w, or None."""
+    """Why few_rows.cu does not support x of this dtype with this many rows of w, or None."""
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if dtype not in HALVES:
@@ -30,8 +30,8 @@ def unsupported_reason(dtype: torch.dtype, columns: int, capability: tuple[int, 
 
 
 def in_place(x: torch.Tensor) -> bool:
-    """Whether TMA can read x [M, K] where it is: contiguous rows on 16-byte boundaries. The stride of a single row is
-    arbitrary, and any that is none of these leads to a copy."""
+    """Whether TMA can read x [M, K] without a copy: contiguous, 16-byte aligned rows. A single row, whose stride is
+    arbitrary, is copied if the stride does not qualify."""
     pitch = x.stride(0)
     return x.stride(1) == 1 and pitch >= x.shape[1] and not pitch % VECTOR and not x.data_ptr() % 16
 
@@ -64,7 +64,7 @@ def launch(x: torch.Tensor, columns: int, format: str, config: CudaConfig) -> Ca
 
 
 def defines(config: CudaConfig | ManyConfig, cluster: int, format: str, dtype: torch.dtype) -> tuple[str, ...]:
-    """What few_rows.cu and many_rows.cu are compiled with."""
+    """The definitions with which few_rows.cu and many_rows.cu are compiled."""
     return (
         f"NVFP4={int(format == 'nvfp4')}",
         f"FP16={int(dtype == torch.float16)}",

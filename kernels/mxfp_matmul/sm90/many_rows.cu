@@ -36,17 +36,17 @@
 #include "heads_ptx.cuh"
 
 constexpr int RASTER = 8, SHARE = COLS / CLUSTER;  // rows of x that a CTA loads
-constexpr int OUT_BYTES = COLS * 128;              // of a consumer's part of y
-constexpr int ALL_THREADS = 128 * (GROUPS + 1);    // the producer's warp is one of four, for setmaxnreg
+constexpr int OUT_BYTES = COLS * 128;              // of a consumer's tile of y
+constexpr int ALL_THREADS = 128 * (GROUPS + 1);    // the producer is a whole warpgroup, for setmaxnreg
 static_assert(COLS == 256 && GROUPS * OUT_BYTES <= X_BYTES && STAGES >= 2);
 
 struct Tile {
     int row, column;  // of y
-    int width;        // columns of it, none where they are beyond the last
+    int width;        // columns of the tile within y, possibly 0
 };
 
 struct Tiles {
-    int down, across, first, step;  // tiles of rows and of columns; the first tile of this cluster, and how far the next is
+    int down, across, first, step;  // tiles of rows and of columns; first tile of this cluster, and stride to the next
 };
 
 DEVICE Tiles tiles_of(const Problem& p) {
@@ -153,5 +153,5 @@ mxfp_matmul_many_rows(const __grid_constant__ TensorMap x_map, const __grid_cons
         if (threadIdx.x == 128 * GROUPS) produce(problem, &x_map, smem);
     }
     __syncwarp();
-    cluster_sync();  // the others' arrivals and loads have come
+    cluster_sync();  // all remote arrivals and multicast loads have completed
 }

@@ -12,7 +12,7 @@ from . import cuda_driver
 from .cuda_driver import address, tensor_map
 from .few_rows import chunk_bytes, defines
 
-THREADS = 384  # two warpgroups of consumers, and the producer's
+THREADS = 384  # two consumer warpgroups and the producer warpgroup
 
 _LAYOUT = "MM(PPPPiii)"
 

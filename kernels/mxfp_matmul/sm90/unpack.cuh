@@ -39,7 +39,7 @@ DEVICE bool plain(u32 scales, u32 more) {
 }
 
 DEVICE u32 times(u32 v, u32 by) {
-    if (FP16) v += (v & MAGNITUDES) * 7;  // three bits up
+    if (FP16) v += (v & MAGNITUDES) * 7;  // shifts the magnitude left by three bits
     u32 y;
     asm("mul.rn." TYPE "x2 %0, %1, %2;" : "=r"(y) : "r"(v), "r"(by));
     return y;

@@ -45,9 +45,9 @@
 
 constexpr int BLOCK_N = 128, BLOCK_M = 256, BLOCK_K = FP8 ? 128 : 64;
 constexpr int CONSUMERS = 2, ROWS = BLOCK_N / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
-constexpr int ROW_BYTES = 128;  // of x in a step; those of w have half of it
+constexpr int ROW_BYTES = 128;  // of x in a K-block; rows of w have half
 constexpr int X_BYTES = BLOCK_M * ROW_BYTES, W_BYTES = BLOCK_N * ROW_BYTES / 2, META_BLOCK = 128;
-constexpr int META_STEPS = BLOCK_K / 64, META_BYTES = BLOCK_N / 16 * META_BLOCK;  // blocks along k, bytes of one
+constexpr int META_STEPS = BLOCK_K / 64, META_BYTES = BLOCK_N / 16 * META_BLOCK;  // per K-block; bytes per 64 of K
 constexpr int STEP_BYTES = X_BYTES + W_BYTES + META_STEPS * META_BYTES;
 constexpr int CHUNK = 32;  // rows of y that a consumer transposes at once
 constexpr int PITCH = ROWS * 2 + 16, STAGING = CHUNK * PITCH;
@@ -72,12 +72,12 @@ struct Problem {
 #if FP8
     const float* scale_x;
     const float* scale_w;
-    u64 scale_x_step, scale_w_step;  // 0 where one is of all rows
+    u64 scale_x_step, scale_w_step;  // 0 for a scale per tensor
 #endif
 };
 
 struct Tile {
-    int row, column;  // of w, of x
+    int row, column;  // first row of w, first row of x
 };
 
 struct Ring {
@@ -227,7 +227,7 @@ DEVICE void store_tile(const Problem& a, u16* out, const Tile& tile, const float
     const u32 to = staging + (lane / 16 * 8 + lane % 8) * PITCH + (warp * 16 + lane / 8 % 2 * 8) * 2;
 #pragma unroll
     for (int c = 0; c < BLOCK_M / CHUNK; c++) {
-        sync_consumer(consumer);  // the chunk before has been read
+        sync_consumer(consumer);  // the previous chunk has been read
 #pragma unroll
         for (int pair = 0; pair < CHUNK / 16; pair++) {
             u32 blocks[4];

@@ -4,7 +4,7 @@
 #include "numbers.cuh"
 #include "types.cuh"
 
-#if FP8  // a step of k, and the types of w and x; those of 8 bits are K-major without saying so
+#if FP8  // K of the instruction, types of w and x; fp8 operands are always K-major
 #define STEP "k64"
 #define MAJOR ""
 #if W_E4M3

@@ -12,7 +12,7 @@ from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
 BLOCK_N, BLOCK_M, ROW_BYTES, THREADS = 128, 256, 128, 384  # of products.cu
-STAGING = 2 * 32 * (64 * 2 + 16)  # bytes that its two consumers transpose in
+STAGING = 2 * 32 * (64 * 2 + 16)  # bytes of the staging buffers of the two consumers
 HALVES = (torch.float16, torch.bfloat16)
 
 # Parameters of products.cu: two tensor maps, then Problem: y, z, bias, metadata; stride of bias; rows, cols, depth,
@@ -25,7 +25,7 @@ Optional = torch.Tensor | None
 def unsupported_reason(
     x: torch.Tensor, values: torch.Tensor, metadata: torch.Tensor, capability: tuple[int, int]
 ) -> str | None:
-    """Why it does not support x [M, K] with these values and metadata, or None."""
+    """Why products.cu does not support x [M, K] with these values and metadata, or None."""
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if x.dtype not in HALVES:
@@ -44,8 +44,8 @@ def unsupported_reason(
 def unsupported_reason_fp8(
     values: torch.Tensor, metadata: torch.Tensor, out_dtype: torch.dtype, capability: tuple[int, int]
 ) -> str | None:
-    """Why it does not support these values and metadata in 8 bits, or None. The caller copies x and values whose rows
-    are not on 16-byte boundaries."""
+    """Why products.cu does not support these fp8 values and metadata, or None. The caller copies x and values whose
+    rows are not on 16-byte boundaries."""
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if out_dtype not in HALVES:
