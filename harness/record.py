@@ -59,7 +59,7 @@ row    one per implementation of that case and mode
                   "alone": null | {"implementation", COLUMN of T1}, "alone_reason": "why there is no T1",
                   "exposed_us": null | {"median", "ci95"},  # time saved without transfers, paired by round
                   "local_median_us": median without transfers, "exposed_reason": "why there is none",
-                  "plain": null | {"implementation", "link_bytes"},  # what is sent as it is (newer ones)
+                  "plain": null | {"implementation", "link_bytes"},  # the uncompressed exchange (newer ones)
                   "model": null | {"us", "exposed_us", "efficiency"}}  # by SPEC.model, of ours; not in older records
        Times of several GPUs are those of the slowest rank in each round; the peak memory is the maximum over the ranks.
        On CPUs they have the timer "wall" and a column of that name, and no ceilings.
@@ -324,8 +324,8 @@ def finished(
     gpu: str | None,
     among: Collection[str] | None = None,
 ) -> Finished:
-    """What `bench --resume` need not repeat. `among`: the ids of runs of a bench that has continued in another process
-    since; then what that bench need not repeat.
+    """The groups that `bench --resume` need not repeat. With `among`, the ids of runs of a bench that continued in
+    another process, the groups that it need not repeat.
 
     Looks at the newest run of the file and, if that was itself a resumption, at those before it, as long as they have
     the same options (except --resume and --out), commit and GPU (device name) and were not completed. The group in

@@ -3,8 +3,8 @@
 A data race may need an order of events that hardly ever occurs on a GPU with one program. With several programs the
 driver time-slices the SMs, in the middle of kernels: warps of a CTA, and CTAs of a cluster, drift apart as they never
 do otherwise. A kernel that was correct only by timing then gives results that differ from the first ones on the same
-inputs. Every implementation of ours takes part whose SPEC promises equal repeats ("run-to-run"), each process in an
-order of its own. Exit code 1 if a repeat differed or a process failed.
+inputs. All our implementations run whose SPEC promises equal repeats ("run-to-run"), in each process in an order of its
+own. Exit code 1 if a repeat differed or a process failed.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked: an implementation `fn`, called `name`, on one case and device. All data come from `seed`.
+    """The object of a check: an implementation `fn` named `name`, on one case and device. All data come from `seed`.
 
     `taken` and `refused` list the variants of the inputs that the implementation accepted and refused.
     """

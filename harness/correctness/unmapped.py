@@ -36,7 +36,7 @@ def place(name: str, values: torch.Tensor, side: str) -> torch.Tensor:
 
 
 class Memory:
-    """A mapping of at least so many bytes of a GPU: whole pages with an unmapped one on either side (CUDA Driver API,
+    """A mapping of at least `size` bytes of a GPU: whole pages with an unmapped one on either side (CUDA Driver API,
     "Virtual Memory Management"). PyTorch and CuPy read `__cuda_array_interface__`. It is unmapped when no tensor uses
     it any more."""
 

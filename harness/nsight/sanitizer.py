@@ -72,7 +72,7 @@ def find() -> Path:
 
 
 def version(tool: Path) -> str:
-    """Such as '2025.3.1.0'."""
+    """The tool's version, such as '2025.3.1.0'."""
     text = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False).stdout
     found = re.search(r"Version ([\d.]+)", text)
     return found.group(1) if found else "unknown"
