@@ -1,7 +1,7 @@
 """Sessions. `nox -l` lists them, `nox -s SESSION -- OPTIONS` runs one; a bare `nox` runs the tests.
 
-All sessions share one environment, `.venv`, which is made and filled when it is first needed. Where nothing can be
-downloaded, `nox --no-venv --no-install -s SESSION` uses the environment as it is.
+All sessions share one environment, `.venv`, which is created and filled when it is first needed. Without network
+access, `nox --no-venv --no-install -s SESSION` uses the present environment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import nox
 
 nox.needs_version = ">=2025.2.9"
-# nox makes an environment for each session. One torch for each would be absurd, so `environment` makes one for all.
+# By default nox creates an environment for each session, each with its own torch. `environment` creates a shared one.
 nox.options.default_venv_backend = "none"
 
 ROOT = Path(__file__).resolve().parent
@@ -27,12 +27,12 @@ KERNELS = sorted(path.parent.name for kind in ("kernels", "workloads") for path 
 
 
 def environment(session: nox.Session) -> str:
-    """The Python that runs what a session runs.
+    """The Python interpreter that a session uses.
 
-    Normally that of the shared environment, made and filled where that is needed. With --no-install the shared
+    Normally that of the shared environment, created and filled if necessary. With --no-install that of the shared
     environment as it is. With --no-venv --no-install the Python that runs nox or, if it has no torch, the one on PATH.
     """
-    options = session._runner.global_config  # nox has no public way to ask for these two options
+    options = session._runner.global_config  # nox has no public interface for these two options
     if options.force_venv_backend == "none":
         if not options.no_install:
             session.error("--no-venv would install into the environment in use: add --no-install to take it as it is")
@@ -54,13 +54,13 @@ def environment(session: nox.Session) -> str:
 
 
 def _make_venv(session: nox.Session, folder: Path) -> str:
-    # virtualenv comes with nox and brings a pip of its own: a Python without ensurepip will do.
+    # virtualenv is installed with nox and brings its own pip: a Python without ensurepip suffices.
     session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", "--no-periodic-update", str(folder))
     return str(folder / "bin" / "python")
 
 
 def _fill_venv(session: nox.Session, python: str) -> None:
-    """Installs the dependency group `dev` and, where there is an NVIDIA driver, CuPy and the peers; unless done."""
+    """Installs the dependency group `dev` and, if there is an NVIDIA driver, CuPy and the peers, unless installed."""
     project = nox.project.load_toml("pyproject.toml")
     dev = nox.project.dependency_groups(project, "dev")
     missed = {
@@ -95,16 +95,16 @@ def _has_module(python: str, name: str) -> bool:
 
 
 def harness(session: nox.Session, *arguments: str) -> None:
-    """python -m harness ARGUMENTS, then whatever stands after `--`."""
-    # On Ctrl-C the harness closes its record and prints what it has; nox would kill it after half a second.
+    """Runs python -m harness ARGUMENTS, followed by the arguments after `--`."""
+    # On Ctrl-C the harness closes its record and prints its results; nox would kill it after half a second.
     session.run(environment(session), "-m", "harness", *arguments, *session.posargs, interrupt_timeout=60)
 
 
 def pytest(session: nox.Session, *arguments: str) -> None:
-    """pytest ARGUMENTS, then whatever stands after `--`."""
+    """Runs pytest ARGUMENTS, followed by the arguments after `--`."""
     python = environment(session)
     # conftest.py makes `auto` one process on a GPU.
-    # Some tests take a minute: a worker that has nothing left takes over from the other.
+    # Some tests take a minute: worksteal lets an idle worker take tests from a busy one.
     workers = ("-n", "auto", "--dist", "worksteal") if _has_module(python, "xdist") else ()
     session.run(python, "-m", "pytest", *workers, *arguments, *session.posargs)
 
@@ -115,7 +115,7 @@ def bench_and_report(session: nox.Session, *arguments: str) -> None:
     before = _records(out)
     try:
         harness(session, "bench", *arguments)
-    finally:  # a bench that failed, say on a row above the roofline, has rows worth reading too
+    finally:  # a bench that failed, e.g. on a row above the roofline, also has useful rows
         if _records(out) != before:
             session.notify("report", posargs=["--out", out] if out else [])
 
@@ -226,7 +226,7 @@ def types(session: nox.Session) -> None:
     session.run(environment(session), "-m", "mypy", *session.posargs)
 
 
-# Without times of day and without warnings: both are of the machine that ran it.
+# Without times of day and without warnings: both depend on the machine that ran it.
 RUN_NOTEBOOK = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], as_version=4)
@@ -277,7 +277,7 @@ def _build_wheel(session: nox.Session, python: str, folder: Path) -> Path | None
     """Builds into `dist`, checks what is inside and returns the path; None where the tools are not there."""
     if not (_has_module(python, "hatchling") and _has_module(python, "pip")):
         return None
-    # Without isolation, because an isolated build downloads hatchling again.
+    # Without build isolation, because an isolated build downloads hatchling again.
     flags = ("--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
     session.run(python, "-m", "pip", "wheel", *flags, "--wheel-dir", str(folder), str(ROOT))
     (built,) = folder.glob("*.whl")
@@ -289,7 +289,7 @@ def _build_wheel(session: nox.Session, python: str, folder: Path) -> Path | None
 @nox.session(default=False)
 def new(session: nox.Session) -> None:
     """Scaffold a kernel that passes its tests at once: nox -s new -- NAME [--cuda]."""
-    # It copies files and no more, so it need not wait for torch to be installed.
+    # It only copies files, so it need not wait for torch to be installed.
     session.run(sys.executable, "-m", "harness", "new", *session.posargs)
 
 

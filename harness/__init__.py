@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from .candidates import bench as bench
 
 # Streams that share one of the GPU's hardware queues run in the order in which they were filled, and so may seem to
-# have waited for one another. By default there are 8 queues. Read when CUDA starts, so before anything asks for a GPU.
+# be synchronised. The default is 8 queues. CUDA reads the variable at initialisation, so it must be set before that.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is asked for: the commands that read records work without torch."""
+    """Imports on demand: the commands that read records work without torch."""
     if name in ("Benchmark", "bench"):
         return getattr(importlib.import_module("harness.candidates"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

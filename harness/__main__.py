@@ -4,7 +4,7 @@ from .renewal import supervised
 
 
 def main() -> int:
-    """What it needs is imported when it is called: the process that only waits for a bench does without torch."""
+    """Imports on demand: the process that only waits for a bench works without torch."""
     from . import cli
 
     return cli.main()

@@ -1,4 +1,4 @@
-"""Captures in CUDA graphs that may fail."""
+"""Captures of CUDA graphs that may fail."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
-    """`torch.cuda.graph(graph, **options)`, after whose failure the process can go on: PyTorch's generator of random
-    numbers then waits for the end of the capture and draws none any more, and gets a copy of its state."""
+    """`torch.cuda.graph(graph, **options)`, after whose failure the process can continue. A failed capture leaves
+    PyTorch's random number generator in the capturing state, unable to draw; it then gets a copy of its state."""
     try:
         with torch.cuda.graph(graph, **options):
             yield

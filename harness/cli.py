@@ -1,7 +1,7 @@
 """`python -m harness COMMAND …`: one command line for everything the nox sessions do.
 
 A command is a module of `harness.commands` with `configure(parser)` and `main(arguments) -> exit code`.
-It is imported when it is asked for, so `report` and `compare` work where torch is not installed.
+It is imported on demand, so `report` and `compare` work where torch is not installed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {_place(error)}{error}", file=sys.stderr)
         return 2
-    except Exception as error:  # of any kind, where a declaration is at fault and not the harness
+    except Exception as error:  # any exception, since a declaration may be at fault and not the harness
         place = _place(error)
         if not _declares(place, argv):
             raise
@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _place(error: BaseException) -> str:
-    """FILE:LINE and a colon where an error came through a file that is neither ours nor installed, such as a bench.py:
-    then it is no misuse of an option but a fault in there."""
-    if isinstance(error, SyntaxError) and error.filename:  # no frame of a file that cannot be parsed
+    """'FILE:LINE: ' if an error came through a file that is neither ours nor installed, such as a bench.py: then the
+    fault is in that file, not in the use of an option."""
+    if isinstance(error, SyntaxError) and error.filename:  # a file that cannot be parsed has no frame
         return f"{error.filename}:{error.lineno}: "
     harness = Path(__file__).parent
     installed = {Path(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages())}
@@ -77,7 +77,7 @@ def _place(error: BaseException) -> str:
 
 
 def _declares(place: str, argv: Sequence[str]) -> bool:
-    """Whether a place is in a bench.py, or in another file that was given by its path."""
+    """Whether a place is in a bench.py, or in another file whose path was given."""
     file = place.rpartition(":")[0].rpartition(":")[0]
     asked = {Path(path).resolve() for argument in argv for path in (argument, argument.rpartition(":")[0])}
     return Path(file).name == "bench.py" or Path(file) in asked

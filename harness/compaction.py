@@ -1,14 +1,14 @@
 """Leaves out of a record's lines what can be derived from the others, and restores it. Nothing that a verdict depends
 on is rounded, or left out.
 
-- What all rows of a group have in common stands once, in its start line: "shared" for every row, "measured" for those
+- Fields that all rows of a group share are stored once, in its start line: "shared" for every row, "measured" for those
   that were timed. A row's own value takes precedence.
-- A ratio that the stored samples reproduce to the last bit is null. Any other stays, as one over a row that was
+- A ratio that the stored samples reproduce to the last bit is null. Others are kept, such as one to a row that was
   measured again since.
 - Ratios of peers' rows, which older records have, are left out: nothing reads them.
-- The statistics of a column and the errors have nine digits, which tell any two float32 apart: a CUDA event's time is
-  one. Samples, ratios and A/A pairs keep every digit.
-- Samples of the warm column are left out for good, and its statistics stay: no comparison takes them.
+- Column statistics and errors have nine significant digits, which distinguish any two float32 values; a CUDA event's
+  time is a float32. Samples, ratios and A/A pairs keep every digit.
+- Samples of the warm column are dropped for good, but its statistics are kept: no comparison uses the samples.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MEASURED = ("timer", "headline", "clocks")
 
 
 def restore(entries: Iterable[Entry]) -> None:
-    """Gives the rows of one file, in place, what `shorten` left out. ValueError where a ratio's samples are not
-    there."""
+    """Restores, in place, what `shorten` left out of the rows of one file. ValueError if a ratio's samples are
+    missing."""
     starts: dict[Group, Entry] = {}
     groups: dict[Group, dict[str, Entry]] = {}
     for entry in entries:
@@ -84,7 +84,7 @@ def _group(entry: Mapping[str, Any]) -> Group:
 
 
 def _common(rows: list[Entry], names: Iterable[str]) -> Entry:
-    """The first row's value of each of these fields that every row has."""
+    """The first row's values of those of these fields that every row has."""
     return {name: rows[0][name] for name in names if rows and all(name in row for row in rows)}
 
 

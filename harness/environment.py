@@ -12,19 +12,19 @@ import torch
 
 from . import git, registry, roofline
 
-# Everything whose version can move a figure.
+# Packages whose version may change a figure.
 PACKAGES = (
     "torch", "triton", "numpy", "liger-kernel", "quack-kernels", "flash-attn-4", "nvidia-cutlass-dsl",
     "flash-attn-3", "flash-attn", "humming-kernels", "torchao", "sgl-deep-gemm", "ring-flash-attn",
     "cupy-cuda13x", "cupy-cuda12x", "nvidia-cudnn-cu13", "nvidia-cublas", "cupti-python", "nvtx",
 )  # fmt: skip
-#: Variables that decide how GPUs talk to each other.
+#: Prefixes of environment variables that control communication between GPUs.
 VARIABLES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "TORCH_SYMMMEM")
 CPU = "CPU"
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The `environment` object of a run line. Of a CPU, which is timed where ranks run without GPUs, it says so."""
+    """The `environment` object of a run line. For a CPU, which is timed if ranks run without GPUs, it says so."""
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
     return {
         "gpu": gpu(device) if device.type == "cuda" else {"key": None, "name": CPU},
@@ -63,10 +63,10 @@ def gpu(device: torch.device) -> dict[str, Any]:
 
 
 def target(name: str, device: str | None = None) -> tuple[torch.device, str | None]:
-    """The device to work on, and the key of the GPU to measure or plan for, from --gpu and --device.
+    """The device to use, and the key of the GPU to measure or plan for, from --gpu and --device.
 
     With a GPU the key is that of the card found (None for one that is not in the table), and naming another is a
-    ValueError that says what was found. Without one it is the name given, h200 for auto.
+    ValueError that says what was found. Without a GPU it is the given name, h200 for auto.
     """
     if name != "auto":
         roofline.get(name)
@@ -83,15 +83,15 @@ def target(name: str, device: str | None = None) -> tuple[torch.device, str | No
 
 
 def commit() -> dict[str, Any]:
-    """The commit of this checkout and whether it has changes. Of a copy, whose history is missing or not that of its
-    files, the variable RIDGELINE_COMMIT says the commit, and whether it has changes is not known."""
+    """The commit of this checkout and whether it has changes. In a copy whose history is missing or belongs to other
+    files, the variable RIDGELINE_COMMIT gives the commit, and whether there are changes is unknown."""
     if told := os.environ.get("RIDGELINE_COMMIT"):
         return {"commit": told, "dirty": None}
 
     head = git.output(registry.ROOT, "rev-parse", "HEAD")
     if head is None:
         return {"commit": None, "dirty": None}
-    # Reports are written by the very runs whose commit is asked for: they do not make the measured code another.
+    # Reports are written by the runs themselves, so they do not count as changes of the measured code.
     looked_at = ("--untracked-files=no", "--", ".", ":!reports", ":!README.md")
     return {"commit": head.strip(), "dirty": bool(git.output(registry.ROOT, "status", "--porcelain", *looked_at))}
 

@@ -1,10 +1,10 @@
-"""Turns an implementation, inputs and a mode into one callable without arguments: what is checked, timed and profiled.
+"""Turns an implementation, inputs and a mode into a callable without arguments, to be checked, timed and profiled.
 
 fwd      fn(**inputs) without autograd
 bwd      the backward alone: the forward ran when the callable was made, its graph is retained
 fwd+bwd  both, each time
-step     as fwd: an update in place
-train    as fwd: the op runs its own forward, backward and optimizer
+step     like fwd: an update in place
+train    like fwd: the op runs its own forward, backward and optimizer
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Run = Callable[[], tuple[torch.Tensor, ...]]
 
 
 class LazyOutput(TypeError):
-    """An output that is not a plain tensor: a subclass may defer the work, and would be timed as free."""
+    """An output that is not a plain tensor: a subclass may defer the work, which would not be timed."""
 
 
 class Unavailable(Exception):
@@ -74,14 +74,14 @@ def _load_baseline(spec: KernelSpec, baseline: Baseline, case: Case, mode: str) 
 
 
 def _compiled(spec: KernelSpec, options: dict[str, Any] | None) -> Op:
-    # A compiled graph is bound to its shapes: recompiling for each case keeps dynamic shapes out of the figures.
+    # A compiled graph is specialised to its shapes: recompiling for each case keeps dynamic shapes out of the figures.
     torch._dynamo.reset()
-    torch._functorch.config.donated_buffer = False  # a retained graph may be run backward more than once
+    torch._functorch.config.donated_buffer = False  # a retained graph may run backward more than once
     return torch.compile(spec.reference, dynamic=False, options=options)
 
 
 def _smaller(spec: KernelSpec, name: str) -> Mapping[str, Callable[[], Op]]:
-    """The configurations of a baseline that are tried where it does not run as it should."""
+    """The fallback configurations of a baseline, for when it does not run as intended."""
     baseline = next((b for b in spec.baselines if b.name == name), None)
     if isinstance(baseline, Peer):
         return baseline.configurations
@@ -100,10 +100,10 @@ def _load_peer(name: str, load: Callable[[], Op]) -> Op:
 def load_running(
     spec: KernelSpec, name: str, case: Case, mode: str, attempt: Callable[[Op], object]
 ) -> tuple[Op, dict[str, str] | None]:
-    """The callable behind a name for which `attempt` does not raise: that of `load` or, where it fails, the first of a
-    peer's `configurations`, with that one's name and what `load`'s raised: {"name", "instead_of"}, else None.
+    """The callable behind a name for which `attempt` does not raise: that of `load` or, if it fails, the first of a
+    peer's `configurations` that works. In the latter case also its name and the error: {"name", "instead_of"}.
 
-    Raises what `load` or its attempt raised where no configuration runs either. A lost context
+    Raises what `load` or its attempt raised if no configuration runs either. A lost context
     (torch.AcceleratorError) is raised at once.
     """
     fn = load(spec, name, case, mode)
@@ -116,7 +116,7 @@ def load_running(
     except Exception as error:  # a peer may raise anything
         if not smaller:
             raise
-        first = error.with_traceback(None)  # whose frames hold the tensors of the attempt
+        first = error.with_traceback(None)  # its frames hold the tensors of the attempt
     for configuration, load_smaller in smaller.items():
         del fn
         torch.cuda.empty_cache()
@@ -145,14 +145,14 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 
 
 def leaves(spec: KernelSpec, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """The inputs that are differentiated: those in `spec.grads` that are there and floating-point. A kernel that also
-    takes codes of 8 bits has them as bytes under the same names."""
+    """The inputs that are differentiated: floating-point inputs that are named in `spec.grads`. A kernel that also
+    supports 8-bit codes has them as integers under the same names."""
     named = {n: inputs.get(n) for n in spec.grads}
     return {n: t for n, t in named.items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
 
 
 def bind(spec: KernelSpec, fn: Op, inputs: Inputs, mode: str, out_grads: Sequence[torch.Tensor] | None = None) -> Run:
-    """One call of `fn` in `mode`. bwd and fwd+bwd return the gradients of `leaves(...)` in order; fwd the outputs.
+    """Binds one call of `fn` in `mode`. bwd and fwd+bwd return the gradients of `leaves(...)` in order, fwd outputs.
 
     `out_grads` are the incoming gradients, by default `random_like` each output.
     """
@@ -179,7 +179,7 @@ def bind(spec: KernelSpec, fn: Op, inputs: Inputs, mode: str, out_grads: Sequenc
 
 
 def saved_bytes(spec: KernelSpec, fn: Op, inputs: Inputs, mode: str) -> int | None:
-    """What a call in `mode` keeps from its forward for its backward (`measure.memory`); None where there is none."""
+    """Bytes that a call in `mode` saves for its backward (`measure.memory`); None if it has no backward."""
     if mode == "train":
         return memory.most_saved_bytes(bind(spec, fn, inputs, mode), (fn, *inputs.values()))
     if mode in WITHOUT_AUTOGRAD:
@@ -191,9 +191,9 @@ def saved_bytes(spec: KernelSpec, fn: Op, inputs: Inputs, mode: str) -> int | No
 def out_grads(
     spec: KernelSpec, case: Case, fn: Op, inputs: Inputs, mode: str, generator: torch.Generator | None
 ) -> list[torch.Tensor] | None:
-    """Incoming gradients for the outputs of `fn` that autograd reaches, as `bind` takes them; None without autograd.
+    """Incoming gradients for the outputs of `fn` that require gradients, as `bind` takes them; None without autograd.
 
-    Standard normal; that of a scalar is 1, as `loss.backward()` has it.
+    Standard normal; that of a scalar is 1, as in `loss.backward()`.
     """
     if mode in WITHOUT_AUTOGRAD:
         return None
@@ -222,7 +222,7 @@ def uninterpretable(case: Case) -> str | None:
 
 
 def several(case: Case) -> str:
-    """Why a command that is one process leaves out a case of several GPUs."""
+    """Why a single-process command skips a case of several GPUs."""
     return f"needs {case.world_size} GPUs of one host: bench --gpus {case.world_size}"
 
 
@@ -231,14 +231,14 @@ def _needs(capability: tuple[int, int]) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether that is what an exception says: PyTorch's allocator, or CUDA itself where others hold the memory."""
+    """Whether an exception means out of memory: in PyTorch's allocator, or in CUDA where others hold the memory."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "CUDA error: out of memory" in str(error)
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, without the source code and stack that some append; its type where it says nothing."""
+    """An exception's message without the source code and stack that some append; its type if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 

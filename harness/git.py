@@ -1,4 +1,4 @@
-"""What git says of a checkout."""
+"""Queries of a checkout through git."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def output(root: Path, *arguments: str) -> str | None:
-    """What `git ARGUMENTS` prints in that folder; None where it fails or there is no git."""
+    """The output of `git ARGUMENTS` in that folder; None if it fails or git is missing."""
     content = content_of(root, *arguments)
     return None if content is None else content.decode(errors="replace")
 

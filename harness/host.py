@@ -1,7 +1,7 @@
 """The host column: host time of every implementation on a SPEC's host cases, as rows of the record.
 
-A row's mode names the way: `host-nograd` (forward without gradients), `host-fwd` (forward that saves for a backward),
-`host-fwd+bwd`, or `host-step` for what updates in place; with `-compiled`, the same under torch.compile.
+A row's mode is the kind of call: `host-nograd` (forward without gradients), `host-fwd` (forward that saves for a
+backward), `host-fwd+bwd`, or `host-step` for ops that update in place; with `-compiled`, the same under torch.compile.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .reporting.entries import HOST, HOST_COMPILED
 from .spec import COMPILED, COMPILED_MAX, EAGER, Case, KernelSpec, Yardstick
 
 Rows = list[dict[str, Any]]
-#: Takes a case, a way and an implementation, or None for all of them at once.
+#: Called with a case, a kind of call and an implementation, or None for all of them at once.
 Begin = Callable[[str, str, "str | None"], object]
 
 
 def ways(spec: KernelSpec, case: Case) -> tuple[str, ...]:
-    """The ways in which a host case is called."""
+    """The kinds of call of a host case."""
     modes = spec.modes_of(case)
     if "step" in modes:
         return (f"{HOST}step",)
@@ -39,8 +39,8 @@ def rows(
     quick: bool = False,
     begin: Begin = lambda case, way, name: None,
 ) -> Iterator[tuple[Case, str, Rows]]:
-    """(case, way, rows) of a kernel, eager ways first; with `compiled` also those under torch.compile. `begin` is
-    called before anything is run, and raises Crashed where that is not to be."""
+    """Yields (case, way, rows) of a kernel, eager calls first; with `compiled` also those under torch.compile. `begin`
+    is called before anything runs, and raises Crashed for what must not run."""
     spec = selection.spec
     for case in spec.host_cases:
         for way in ways(spec, case):
@@ -85,8 +85,8 @@ def _group(
             "unit": "calls",
         }
 
-    # A yardstick is another op; the reference compiled is `compile`, and stands with what is compiled. `compile-max`
-    # calls other kernels by the same wrapper.
+    # A yardstick is another op. The compiled reference is `compile`, which belongs to the compiled calls. `compile-max`
+    # calls other kernels through the same wrapper.
     left_out = {b.name for b in spec.baselines if isinstance(b, Yardstick)}
     left_out |= {(COMPILED, EAGER)[compiled].name, COMPILED_MAX.name}
     names = [name for name in spec.host_ops or selection.implementations if name not in left_out]
@@ -102,7 +102,7 @@ def _group(
             done[name] = row(name, "crashed", str(error))
         except torch.AcceleratorError:
             raise  # the context is lost
-        except Exception as error:  # a peer may raise anything; its row says what
+        except Exception as error:  # a peer may raise anything; its row reports it
             done[name] = row(name, "error", f"{type(error).__name__}: {execute.first_line(error)}")
     try:
         begin(case.name, as_recorded, None)
@@ -133,7 +133,7 @@ def _group(
 def _call(
     spec: KernelSpec, name: str, case: Case, mode: str, inputs: dict, grads: list | None, compiled: bool
 ) -> Callable[[], object]:
-    """One call of an implementation, with nothing around it that a user's loop would not have."""
+    """One call of an implementation, without overhead that a user's loop would not have."""
     if name in spec.implementations and (reason := spec.skip_reason(name, case, "fwd")):
         raise execute.Unavailable(reason)
     fn = execute.load(spec, name, case, "step" if mode == "step" else "fwd+bwd" if "+" in mode else "fwd")

@@ -1,9 +1,9 @@
-"""`bench --jobs N`: N benches at a time on each GPU, which take turns (`harness/measure/turns.py`).
+"""`bench --jobs N`: N concurrent benches per GPU, which use it one at a time (`harness/measure/turns.py`).
 
-Most of a bench's time is compilation of peers on the host, for which a GPU waits. So the groups of the selection are
-dealt out, a few of one kernel and mode at a time, to processes that are benches of their own. What each has written is
-added to the records as soon as it ends, or is ended: the rows are those of one process after the other. Host time is
-not measured, because the host is busy.
+Most of a bench's time is compilation of peers on the host, during which a GPU idles. So the groups of the selection are
+distributed, a few of one kernel and mode at a time, over processes that are benches of their own. The rows of each are
+added to the records as soon as it ends, or is ended: they equal those of sequential processes. Host time is not
+measured, because the host is busy.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from . import options, record
 from .options import Selection
 from .reporting.findings import findings
 
-BATCH = 3  # groups of a process, at most: it starts in some 15 seconds
-ROUNDS = 4  # processes, at least, that each place has one after the other, so that none is long at work when others end
+BATCH = 3  # groups per process, at most: a process starts in some 15 seconds
+ROUNDS = 4  # processes per slot, at least, one after the other, so that none runs long after the others end
 LOOK_SECONDS = 0.1
 PATIENCE_SECONDS = 2.0  # for a terminal's Ctrl-C, which every process gets, to take effect
 GRACE_SECONDS = 15.0  # from an interrupt to a kill
 INTERRUPTED = 130
-#: How many processes a bench starts to compile: Inductor's, and those of QuACK's autotuner.
+#: Variables for the number of compiler processes of a bench: Inductor's, and those of QuACK's autotuner.
 COMPILERS = ("TORCHINDUCTOR_COMPILE_THREADS", "QUACK_COMPILE_WORKERS")
-PASSED = ("impl", "timer", "samples", "warmup")  # options that each process gets as they were given
+PASSED = ("impl", "timer", "samples", "warmup")  # options that are passed on to each process
 
 Group = tuple[str, str, str]  # kernel, case, mode
 
@@ -52,12 +52,12 @@ class Task:
 
 
 def batch(groups: int, places: int) -> int:
-    """How many of so many groups a process gets, where so many run at a time."""
+    """The number of groups per process, for `groups` groups and `places` concurrent processes."""
     return max(1, min(BATCH, groups // (ROUNDS * places)))
 
 
 def tasks(groups: Sequence[Group], size: int) -> list[Task]:
-    """The groups in their order, `size` of one kernel and mode to a task."""
+    """Splits the groups, in order, into tasks of at most `size` groups of one kernel and mode."""
     cases: dict[tuple[str, str], list[str]] = {}
     for kernel, case, mode in groups:
         cases.setdefault((kernel, mode), []).append(case)
@@ -69,14 +69,14 @@ def tasks(groups: Sequence[Group], size: int) -> list[Task]:
 
 
 def unmeasured(out: Path, groups: Sequence[Group]) -> list[Group]:
-    """Those that have no row of ours in the records, or one beside which a declared peer was not in the run."""
+    """The groups without a row of ours in the records, or whose run lacked a peer that is declared now."""
     found = findings(record.load(out)) if out.is_dir() and record.files(out) else []
     measured = {(f.kernel, f.case, f.mode) for f in found if f.best is not None and not f.absent}
     return [group for group in groups if group not in measured]
 
 
 def of_selections(selections: Sequence[Selection]) -> list[Group]:
-    """Those of one GPU."""
+    """The groups whose cases use one GPU."""
     return [(s.spec.name, case.name, mode) for s in selections for case, mode in s.groups() if case.world_size == 1]
 
 
@@ -88,9 +88,9 @@ def command(task: Task, gpu: str, out: Path, turns: Path, passed: Sequence[str])
 
 
 def take_over(source: Path, out: Path, shared: bool) -> tuple[int, int]:
-    """Adds the records under `source` to those under `out`; returns how many rows, and how many were left out: on a
-    GPU that others `shared`, those of groups in which memory did not suffice, which it may do alone. So is a torn last
-    line."""
+    """Adds the records under `source` to those under `out`. Returns how many rows were added and left out. On a GPU
+    that others `shared`, groups that ran out of memory are left out, since memory may suffice for them alone. So is a
+    torn last line."""
     rows = left_out = 0
     for path in record.files(source):
         record.mend(path)
@@ -114,22 +114,22 @@ def _rows(lines: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _group(line: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Of a line of a record: its run, case and mode; None where it is of no group."""
+    """Run, case and mode of a line of a record; None for a line that belongs to no group."""
     return (line["run"], line["case"], line["mode"]) if "case" in line else None
 
 
 @dataclass
 class Crew:
-    """Processes at work on the tasks. `start` begins one, given a task, a GPU's number, and a folder of its own."""
+    """Runs the tasks in processes. `start` begins one, given a task, a GPU's number, and a folder of its own."""
 
     waiting: list[Task]
     out: Path
     folder: Path
     start: Callable[[Task, int, Path], subprocess.Popen[bytes]]
-    shared: bool  # whether several run at a time on a GPU
+    shared: bool  # whether several processes run on a GPU concurrently
     say: Callable[[str], object] = print
     failed: list[Task] = field(default_factory=list)
-    look: Callable[[float], object] = time.sleep  # between two looks at the processes
+    look: Callable[[float], object] = time.sleep  # called between two polls of the processes
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -139,15 +139,15 @@ class Crew:
         self._kernels = {task.kernel for task in self.waiting}
 
     def work(self, gpus: int, each: int, seconds: float | None) -> bool:
-        """Runs the tasks, `each` at a time on each GPU. Returns whether all ran to their end. After `seconds`, or a
-        KeyboardInterrupt, what runs is interrupted, and keeps the rows that it has."""
+        """Runs the tasks, `each` concurrently on each GPU. Returns whether all completed. After `seconds`, or on a
+        KeyboardInterrupt, running tasks are interrupted, and keep the rows that they have."""
         workers = [threading.Thread(target=self._serve, args=(gpu,)) for _ in range(each) for gpu in range(gpus)]
         end = None if seconds is None else time.monotonic() + seconds
         for worker in workers:
             worker.start()
         patience = 0.0
         try:
-            # Not one long join: a signal may reach another thread, and then takes effect once this one goes on.
+            # Not one long join: a signal may arrive in another thread, and takes effect only when this one runs again.
             while any(worker.is_alive() for worker in workers) and (end is None or time.monotonic() < end):
                 self.look(LOOK_SECONDS)
         except KeyboardInterrupt:
@@ -188,8 +188,8 @@ class Crew:
                 )
 
     def _interrupt(self, patience: float) -> None:
-        """Ends what runs: after so many seconds, in which a terminal's Ctrl-C ends all of them by itself, with an
-        interrupt, and those that have not ended by then with a kill."""
+        """Ends the running processes. Waits `patience` seconds, in which a terminal's Ctrl-C may end them by itself;
+        then interrupts the others, and kills those that do not end."""
         with self._lock:
             self._over = True
             running = list(self._running)
@@ -201,7 +201,7 @@ class Crew:
 
 
 def _left(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[subprocess.Popen[bytes]]:
-    """Those that have not ended within so many seconds."""
+    """The processes that have not ended within `seconds`."""
     end, left = time.monotonic() + seconds, []
     for process in processes:
         try:
@@ -212,7 +212,7 @@ def _left(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[
 
 
 def main(arguments: argparse.Namespace, selections: Sequence[Selection], out: Path) -> int:
-    """The whole command; returns its exit code."""
+    """Runs the whole command; returns its exit code."""
     groups, devices = of_selections(selections), options.visible_gpus()
     asked = len(groups)
     if arguments.missing:
@@ -232,7 +232,7 @@ def main(arguments: argparse.Namespace, selections: Sequence[Selection], out: Pa
     crew = Crew(tasks(groups, size), out, folder, start, arguments.jobs > 1, lambda text: print(text, flush=True))
     print(f"{len(groups)} of {asked} groups, {arguments.jobs} at a time on each of {len(devices)} GPUs", flush=True)
     seconds = None if arguments.minutes is None else 60 * arguments.minutes
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was measured is kept
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that finished measurements are kept
     try:
         whole = crew.work(len(devices), arguments.jobs, seconds)
     except KeyboardInterrupt:

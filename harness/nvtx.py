@@ -1,6 +1,6 @@
 """NVTX ranges, in the registered domain `ridgeline`, named kernel.mode.case.implementation, and of stages within them.
 
-They mark what a profiler should look at. The timed path has none: a range costs about as much as a short kernel.
+They tell a profiler what to look at. The timed path has none: a range costs about as much as a short kernel.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ STAGES = "ridgeline.stages"
 
 
 def range_name(kernel: str, mode: str, case: str, implementation: str) -> str:
-    """The name by which a profiler, the report and the record know one measurement."""
+    """The name of one measurement in a profiler, the report and the record."""
     return f"{kernel}.{mode}.{case}.{implementation}"
 
 
 def range(name: str) -> AbstractContextManager[object]:
-    """A push/pop range in the domain. Does nothing measurable when no profiler is attached."""
+    """A push/pop range in the domain. Its cost is not measurable when no profiler is attached."""
     return nvtx.annotate(message=name, domain=DOMAIN)
 
 
 def stage(name: str) -> AbstractContextManager[object]:
-    """A push/pop range of a stage of a call, in a domain of its own: which launches ncu takes is up to the other."""
+    """A push/pop range of a stage of a call, in a separate domain: only the other domain selects launches for ncu."""
     return nvtx.annotate(message=name, domain=STAGES)

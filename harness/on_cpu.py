@@ -1,7 +1,7 @@
-"""A bench on a CPU: checked like one on a GPU, and timed by the wall clock, which its rows say.
+"""A bench on a CPU: checked like one on a GPU, and timed by the wall clock, as its rows say.
 
-It is for code of one's own that runs on a CPU. The kernels of the checkout are not timed there: in Triton's interpreter
-that would say nothing.
+It is for a user's own code that runs on a CPU. The kernels of the checkout are not timed there: times in Triton's
+interpreter would be meaningless.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .spec import FROM_REFERENCE, Case, Inputs, Yardstick
 from .timed_data import timed_data
 
 CPU = torch.device("cpu")
-SETS = 2  # of inputs, and so addresses
+SETS = 2  # sets of inputs, at different addresses
 
 
 def bench(selection: options.Selection, path: Path, arguments: argparse.Namespace, quiet: bool = False) -> int:
-    """All groups of one SPEC into its record. Returns how many rows of our own failed."""
+    """Benches all groups of one SPEC into its record. Returns how many rows of our own failed."""
     spec, run, failures = selection.spec, record.new_run_id(), 0
     groups = len(selection.groups())
     with record.Writer(path) as writer, Progress(spec.name, groups, quiet) as progress, memory.only_new_garbage():
@@ -68,8 +68,8 @@ class Group:
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     configurations: dict[str, dict[str, str]] = field(
         default_factory=dict
-    )  # of baselines that do not run as they should
-    restore: Callable[[], object] = lambda: None  # of the first set of inputs what is updated in place
+    )  # fallback configurations of baselines that needed one
+    restore: Callable[[], object] = lambda: None  # restores what is updated in place in the first inputs
 
     def rows(self) -> list[dict[str, Any]]:
         """Checks, times and describes every implementation."""
@@ -96,18 +96,18 @@ class Group:
 
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
-        """Turns what goes wrong with one implementation into its row."""
+        """Turns a failure of one implementation into its row."""
         try:
             yield
         except execute.Unavailable as error:
             self.done[name] = self._row(name, "skipped", str(error))
         except execute.LazyOutput as error:
             self.done[name] = self._row(name, "wrong", str(error))
-        except Exception as error:  # another's code may raise anything; its row says what
+        except Exception as error:  # foreign code may raise anything; its row reports it
             self.done[name] = self._row(name, "error", f"{type(error).__name__}: {execute.first_line(error)}")
 
     def _checked(self, name: str, inputs: Inputs, grads: Any) -> execute.Op:
-        """The implementation, after a check on the timed inputs: ours must be right, of another there is a warning."""
+        """The implementation, after a check on the timed inputs: ours must be correct, another gets a warning."""
         spec = self.selection.spec
         if name in spec.implementations and (reason := spec.skip_reason(name, self.case, self.mode)):
             raise execute.Unavailable(reason)
@@ -131,7 +131,7 @@ class Group:
     def _measured(
         self, ready: dict[str, execute.Op], inputs: list[Inputs], grads: list[Any], data: timing.Data
     ) -> timing.Measurement | None:
-        """The times of all that can be run, and of the first of ours once more: the noise."""
+        """The times of all that can run, and of the first of ours a second time, as the A/A pair."""
         spec = self.selection.spec
 
         def contender(label: str, fn: execute.Op) -> timing.Contender:
@@ -149,7 +149,7 @@ class Group:
         return None
 
     def _describe(self, name: str, fn: execute.Op, inputs: Inputs, grads: Any, measurement: timing.Measurement) -> None:
-        """The row of an implementation that was timed, which is checked once more if it is ours."""
+        """The row of an implementation that was timed; ours is checked once more."""
         spec, ratios = self.selection.spec, measurement.ratios(name, wall.WALL)
         noise = ratios.pop(name + timing.AA, None)
         saved = execute.saved_bytes(spec, fn, inputs, self.mode)

@@ -1,4 +1,4 @@
-"""How commands that need a GPU start: which GPU, and which folder for the results."""
+"""Start-up of commands that need a GPU: which GPU, and which folder for the results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Place:
 
 
 def place(command: str, arguments: argparse.Namespace, selections: Iterable[options.Selection]) -> Place:
-    """From --gpu, --device, --out and the kernels. ValueError where there is no GPU, or another than the one named."""
+    """Place from --gpu, --device, --out and the kernels. ValueError if there is no GPU, or not the one named."""
     device, key = environment.target(arguments.gpu, arguments.device)
     if device.type != "cuda":
         raise ValueError(f"{command} needs an NVIDIA GPU, and none was found (torch {torch.__version__})")
@@ -32,6 +32,6 @@ def place(command: str, arguments: argparse.Namespace, selections: Iterable[opti
 
 
 def folder(device: torch.device, key: str | None, world_size: int = 1) -> str:
-    """Name of a CUDA device's folder under reports/: its key in the table or, where it is not there, its own name; of
+    """Name of a CUDA device's folder under reports/: its key in the table or, if it has none, the device's name; for
     several such GPUs with their number, `h200-x2`."""
     return of_several(key or slug(torch.cuda.get_device_name(device)), world_size)

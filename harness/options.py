@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def add_selection(
     parser: argparse.ArgumentParser, cases: str = "all bench cases", implementations: str = "all, and all baselines"
 ) -> None:
-    """--kernel, --case, --mode, --impl; each may be given more than once. The other arguments say what is taken without
-    --case and --impl."""
+    """Adds --kernel, --case, --mode, --impl; each may be given more than once. The other arguments describe the
+    defaults of --case and --impl."""
     group = parser.add_argument_group("what")
     group.add_argument(
         "--kernel",
@@ -36,7 +36,7 @@ def add_selection(
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """--gpu and --device."""
+    """Adds --gpu and --device."""
     group = parser.add_argument_group("where")
     group.add_argument(
         "--gpu",
@@ -51,12 +51,12 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 def add_output(
     parser: argparse.ArgumentParser, default: str = "reports/<gpu>; .out/<gpu> for a kernel from outside"
 ) -> None:
-    """--out."""
+    """Adds --out."""
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: {default}")
 
 
 def gpus(text: str) -> list[str]:
-    """The GPUs of a list, each as a value of CUDA_VISIBLE_DEVICES."""
+    """Parses a list of GPUs; each is returned as a value of CUDA_VISIBLE_DEVICES."""
     found = [part.strip() for part in text.split(",")]
     if not all(found):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of GPUs, as 0,1,2")
@@ -64,21 +64,21 @@ def gpus(text: str) -> list[str]:
 
 
 def visible_gpus() -> list[str]:
-    """All GPUs that this process may use, as `gpus` has them, without starting CUDA."""
+    """All GPUs that this process may use, in the form of `gpus`, without starting CUDA."""
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return gpus(visible)
     return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))] or ["0"]
 
 
 def refuse(arguments: argparse.Namespace, defaults: Mapping[str, object], where: str, *names: str) -> None:
-    """ValueError where one of the options of these names was given; `where` says in which mode it would be ignored."""
+    """ValueError if one of the options with these names was given; `where` says in which mode it would be ignored."""
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != defaults[name]]
     if given:
         raise ValueError(f"{' and '.join(given)} cannot be used with {where}")
 
 
 def words(chosen: Mapping[str, Sequence[str] | None]) -> list[str]:
-    """The command line of options that may be given more than once: {"case": ["a", "b"]} is --case a --case b."""
+    """Command-line words of options that may be given more than once: {"case": ["a", "b"]} is --case a --case b."""
     return [word for name, values in chosen.items() for value in values or () for word in (f"--{name}", value)]
 
 
@@ -92,7 +92,7 @@ class Selection:
     implementations: tuple[str, ...]
 
     def groups(self) -> list[tuple[Case, str]]:
-        """Every case in every mode in which it is run."""
+        """Every case in every mode in which it runs."""
         return [(case, mode) for case in self.cases for mode in self.modes if mode in self.spec.modes_of(case)]
 
 
@@ -100,7 +100,7 @@ def select(
     arguments: argparse.Namespace,
     nameable: Callable[[KernelSpec], Sequence[Case]] = lambda spec: (*spec.cases, *spec.suite_cases),
 ) -> list[Selection]:
-    """The chosen part of every chosen kernel; `nameable` are the cases that --case may name. An unknown name is a
+    """The selected part of every selected kernel; `nameable` are the cases that --case may name. An unknown name is a
     ValueError that lists the known ones."""
     chosen = [registry.load(name) for name in arguments.kernel or registry.names()]
     chosen = list({id(spec): spec for spec in chosen}.values())

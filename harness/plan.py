@@ -20,14 +20,14 @@ FLOORS_HEAD = ("kernel", "case", "mode", ">bytes", ">FLOPs", ">floor", "set by")
 
 
 def main(selections: Sequence[options.Selection], key: str | None, arguments: argparse.Namespace) -> int:
-    """Correctness in Triton's interpreter, the ahead-of-time build, and the floor of each case. Exit code 1 if either
-    of the first two fails."""
+    """Runs the correctness checks in Triton's interpreter and the ahead-of-time build, and prints the floor of each
+    case. Exit code 1 if either of the first two fails."""
     console = Console(soft_wrap=True, highlight=False)
     gpu = roofline.get(key or "h200")
     notice = f"No GPU found: nothing is timed. Correctness, build and floors for {gpu.title}."
     console.print(notice, style="bold")
     failed = 0
-    # The errors of every case. The rest of the battery takes longer than all else here together, and is `nox -s test`.
+    # The accuracy check of every case. The other checks take longer than all else here; `nox -s test` runs them.
     for step, options_of_step in (("check", ["--quiet", "--check", "accuracy"]), ("build", ["--quick"])):
         console.rule(step)
         words = [*_kernels(selections), *_narrowed(arguments), *options_of_step]
@@ -39,7 +39,7 @@ def main(selections: Sequence[options.Selection], key: str | None, arguments: ar
 
 
 def _harness(command: str, arguments: Sequence[str], interpret: bool) -> int:
-    """Another command in a process of its own: Triton decides at import whether it interprets or compiles."""
+    """Runs another command in a separate process: Triton decides at import whether it interprets or compiles."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     if interpret:
         environment["TRITON_INTERPRET"] = "1"
@@ -60,7 +60,7 @@ def _narrowed(arguments: argparse.Namespace) -> list[str]:
 
 
 def floors(selections: Sequence[options.Selection], gpu: roofline.Gpu) -> list[tuple[str, ...]]:
-    """A row for the least time of each case on that GPU, from the datasheet's ceilings."""
+    """A row with the least time of each case on that GPU, from the data sheet's ceilings."""
     rows: list[tuple[str, ...]] = []
     for selection in selections:
         for case, mode in selection.groups():

@@ -1,4 +1,4 @@
-"""The launch plans that a kernel's folder keeps (`launch.Plans`), seen from outside."""
+"""Access from outside to the launch plans that a kernel's folder caches (`launch.Plans`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kept = list[dict[Any, Any]]
 
 
 def kept_by(spec: KernelSpec) -> list[Any]:
-    """Every `Plans` of a kernel's folder; none where it keeps no plans."""
+    """Every `Plans` of a kernel's folder; none if it caches no plans."""
     return kept_in(spec.reference.__module__.rpartition(".")[0])
 
 
@@ -24,7 +24,7 @@ def kept_in(package: str) -> list[Any]:
 
 @contextmanager
 def apart(spec: KernelSpec, own: Kept) -> Iterator[None]:
-    """Within the block the kernel uses only the plans in `own`, and adds new ones there. Code that replaces a `pick_*`
+    """Context in which the kernel uses only the plans in `own`, and adds new ones there. Code that replaces a `pick_*`
     function must neither find plans made before nor leave its own behind."""
     every = kept_by(spec)
     before = [dict(plans) for plans in every]

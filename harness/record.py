@@ -1,7 +1,7 @@
 """The record: raw samples and everything needed to interpret them, as JSON lines. Reports are made from it alone.
 
-`<out>/records/<kernel>.jsonl` is written line by line as a bench proceeds, so that an interrupted run keeps what it
-has. Every line is an object with a `type` and a `run` (the id that joins them):
+`<out>/records/<kernel>.jsonl` is written line by line as a bench proceeds, so that an interrupted run keeps its
+results. Every line is an object with a `type` and a `run` (the id that joins them):
 
 run    once per bench of a kernel, first
        {"type": "run", "schema": 2, "run": "20261121T083106Z-3f2a", "kernel": "rmsnorm", "unit": "rows",
@@ -33,8 +33,8 @@ row    one per implementation of that case and mode
         "columns": {"cold": COLUMN, "warm": COLUMN, "graph": COLUMN, "cupti": COLUMN},  # those that were measured
         "sustained": null | {"median_us", "seconds", "sm_mhz", "power_w"},   # back to back, power-limited
         "ratios": {"eager": {"median": 2.1, "ci95": [2.0, 2.2]}, ...},       # time of that one over this one's, paired
-                          # by round, in the headline column; with "unthrottled": null | {"median", "ci95", "n"} where
-                          # the GPU throttled in some rounds. Empty for peers, but in older records
+                          # by round, in the headline column; with "unthrottled": null | {"median", "ci95", "n"} if the
+                          # GPU throttled in some rounds. Empty for peers, except in older records
         "noise": {"median": 1.0, "ci95": [0.998, 1.003]} | null,             # A/A: this implementation against itself
         "peak_memory_bytes": int,                                            # above what the inputs hold
         "saved_bytes": int | null,            # kept from the forward for the backward, beyond inputs and outputs; null
@@ -46,7 +46,7 @@ row    one per implementation of that case and mode
                    "rounds": {COLUMN's name: {"sm_mhz": [of each round], "throttled": [numbers of rounds]}}},
         "warnings": ["..."],
         "stages_us": {"attention": 5660.0, ...},                             # of SPEC.stages, where it has any
-        "configuration": {"name", "instead_of": "what failed"},              # of a peer that did not run as it should
+        "configuration": {"name", "instead_of": "what failed"},              # of a peer that needed a fallback
         "several": SEVERAL}                                                  # where the case is of several GPUs
        COLUMN = {"samples_us": [...], "n", "median_us", "mean_us", "std_us", "min_us", "max_us", "p95_us", "p99_us",
                  "ci95_us": [lo, hi], "outliers", "stop": "converged"|"rounds"|"time", "looks": 5}
@@ -57,18 +57,18 @@ row    one per implementation of that case and mode
                   "outside_bytes": null | [of each rank],  # beyond PyTorch's allocator: NCCL, symmetric memory, code
                   "efficiency": null | {"median", "ci95"},  # T1 / (N · TN), paired by round
                   "alone": null | {"implementation", COLUMN of T1}, "alone_reason": "why there is no T1",
-                  "exposed_us": null | {"median", "ci95"},  # what it takes less without transfers, paired by round
+                  "exposed_us": null | {"median", "ci95"},  # time saved without transfers, paired by round
                   "local_median_us": median without transfers, "exposed_reason": "why there is none",
-                  "plain": null | {"implementation", "link_bytes"},  # what is sent as it is (newer ones)
+                  "plain": null | {"implementation", "link_bytes"},  # the uncompressed exchange (newer ones)
                   "model": null | {"us", "exposed_us", "efficiency"}}  # by SPEC.model, of ours; not in older records
-       Times of several GPUs are those of the slowest rank in each round, its peak memory that of the rank with most.
-       On CPUs they are of the timer "wall", in a column of that name, and stand beside no ceilings.
+       Times of several GPUs are those of the slowest rank in each round; the peak memory is the maximum over the ranks.
+       On CPUs they have the timer "wall" and a column of that name, and no ceilings.
 stop   {"type": "stop", "run", "kernel", "reason": "complete"|"part"|"interrupted"|"failed: rank 1 was killed by …"}
-       A bench whose ranks start more than once, since their variables differ, is a run each time: all but the last end
-       as a part.
+       A bench whose ranks start more than once, since their variables differ, is a separate run each time: all but the
+       last end as a part.
 
-A row supersedes an earlier row of the same (kernel, case, mode, implementation). A bench that ends leaves its file
-compact (`compaction.py` says how); `load` gives the whole rows back. Schema 1 had no compact files.
+A row supersedes an earlier row of the same (kernel, case, mode, implementation). A bench that ends compacts its file
+(`compaction.py` says how); `load` restores the whole rows. Schema 1 had no compact files.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ from .reporting.entries import Group, Records, Row, Run
 from .reporting.markdown import printable
 
 SCHEMA = 2
-#: what `load` understands
+#: schemas that `load` can read
 READABLE = (1, SCHEMA)
 
-#: How a bench was asked for, not what it measured: these do not make two runs different.
+#: Options of a bench that do not affect what it measures: they do not distinguish two runs.
 NOT_IDENTITY = frozenset({"resume", "out", "turns"})
 
 Line = tuple[str, dict[str, Any]]
@@ -111,8 +111,8 @@ def new_run_id(now: datetime | None = None) -> str:
 class Writer:
     """Appends lines to a record, each flushed, so that a process that dies loses no finished line.
 
-    A line that such a death tore is dropped when the file is opened again. Figures that are not finite become null:
-    a record never holds NaN.
+    A line torn by such a death is dropped when the file is opened again. Non-finite figures become null: a record never
+    holds NaN.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -122,7 +122,7 @@ class Writer:
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """One line. The entry needs `type` and `run`; a run line gets the schema version where it has none."""
+        """Writes one line. The entry needs `type` and `run`; a run line without a schema version gets the newest."""
         if "type" not in entry or "run" not in entry:
             raise ValueError(f"a record line needs 'type' and 'run', got {sorted(entry)}")
         if entry["type"] == "run":
@@ -131,7 +131,7 @@ class Writer:
         self._file.flush()
 
     def close(self) -> None:
-        """No more lines; a second call does nothing."""
+        """Closes the file; a second call does nothing."""
         self._file.close()
 
     def __enter__(self) -> Writer:
@@ -169,7 +169,7 @@ def _plain(value: Any) -> Any:
 
 
 def mend(path: Path) -> None:
-    """Leaves the file ending after a whole line, without what a death tore."""
+    """Truncates the file after its last whole line, which removes a torn one."""
     if not path.exists():
         return
     content = path.read_bytes()
@@ -196,8 +196,8 @@ def _parse_line(line: str) -> dict[str, Any] | None:
 
 
 def load(path: Path | str) -> Records:
-    """A record file, or every `*.jsonl` of a folder: of `<folder>/records` where there is one, else of every `records`
-    folder below it. RecordError names the file and line that is broken; FileNotFoundError a path that is not there."""
+    """Loads a record file, or every `*.jsonl` of a folder: of `<folder>/records` if there is one, else of every
+    `records` folder below it. RecordError names the file and line that is broken; FileNotFoundError a missing path."""
     path = Path(path)
     return parse([(str(file), decoded(str(file), file.read_bytes())) for file in files(path)])
 
@@ -222,14 +222,14 @@ def files(path: Path) -> list[Path]:
 
 
 def parse(texts: Iterable[tuple[str, str]]) -> Records:
-    """Records from (name, content) pairs; the later of two rows supersedes, across files by the time of their runs."""
+    """Records from (name, content) pairs. The later of two equal keys supersedes, across files by the times of runs."""
     sources = [(name, _whole(name, text)) for name, text in texts]
     sources.sort(key=lambda source: (_first_time(source[1]), source[0]))
     return _collect(line for _, lines in sources for line in lines)
 
 
 def _whole(name: str, text: str) -> list[Line]:
-    """The lines of one file with what compaction left out."""
+    """The lines of one file, with what compaction left out restored."""
     lines = list(_lines(name, text))
     try:
         restore(entry for _, entry in lines)
@@ -257,7 +257,7 @@ def _first_time(lines: list[Line]) -> str:
 
 
 def _lines(name: str, text: str) -> Iterator[Line]:
-    """(where, entry) of each line. Only the last may be torn: that is what a killed process leaves."""
+    """Yields (where, entry) of each line. Only the last may be torn, by a killed process."""
     raw = text.split("\n")
     last = max((i for i, line in enumerate(raw) if line.strip()), default=-1)
     for number, line in enumerate(raw):
@@ -295,7 +295,7 @@ def _take(runs: dict[str, Run], where: str, entry: Mapping[str, Any]) -> Row | N
     elif kind == "row":
         group = (entry["case"], entry["mode"])
         run.written.add(group)
-        if group not in run.starts[-1:]:  # entered without being run, as one that killed the process before
+        if group not in run.starts[-1:]:  # noted without being run, because it killed an earlier process
             run.closed.add(group)
         return Row(run, entry)
     else:
@@ -305,10 +305,10 @@ def _take(runs: dict[str, Run], where: str, entry: Mapping[str, Any]) -> Row | N
 
 @dataclass(frozen=True)
 class Finished:
-    """How far an interrupted bench came. Both are sets of (case, mode).
+    """The progress of an interrupted bench, as two sets of (case, mode).
 
-    done   measured, and the bench went on after it
-    died   started and never heard of again: the process crashed, so trying once more may crash it once more
+    done   measured, and the bench continued after it
+    died   started without a result: the process crashed, so another try may crash again
     """
 
     done: frozenset[Group] = frozenset()
@@ -324,15 +324,15 @@ def finished(
     gpu: str | None,
     among: Collection[str] | None = None,
 ) -> Finished:
-    """What `bench --resume` need not do again; `among`: what a bench that began these runs, and has gone on in another
-    process since, need not.
+    """The groups that `bench --resume` need not repeat. With `among`, the ids of runs of a bench that continued in
+    another process, the groups that it need not repeat.
 
-    Looks at the newest run of the file and, where that was itself a resumption, at those before it, as long as they
-    have the same options (but for --resume and --out), commit and GPU (device name) and did not come to their end.
-    The group in which an interruption fell is neither done nor died: it is measured again.
+    Looks at the newest run of the file and, if that was itself a resumption, at those before it, as long as they have
+    the same options (except --resume and --out), commit and GPU (device name) and were not completed. The group in
+    which an interruption fell is neither done nor died: it is measured again.
 
-    Raises ValueError where the newest run did not come to its end and is of another commit, or either has changes that
-    are not committed; not with `among`, whose runs are of this checkout.
+    Raises ValueError if the newest run was not completed and is of another commit, or if either has uncommitted
+    changes; not with `among`, whose runs are of this checkout.
     """
     path = Path(path)
     if not path.is_file():
@@ -362,10 +362,10 @@ def _identity(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compact(path: Path | str) -> int:
-    """Rewrites a record file without superseded rows, without runs that have no row left, and with nothing in it twice
-    (`compaction.shorten`). Returns lines dropped.
+    """Rewrites a record file without superseded rows, without runs that have no row left, and without redundancy
+    (`compaction.shorten`). Returns the number of lines dropped.
 
-    Atomic: the file is the old one or the new one at any time.
+    Atomic: at any time the file is the old one or the new one.
     """
     path = Path(path)
     lines = _whole(str(path), decoded(str(path), Path(path).read_bytes()))

@@ -1,9 +1,9 @@
-"""Finds kernels and workloads by their folders. The only place that imports them.
+"""Finds kernels and workloads by their folders. Only this module imports them.
 
-Beside those of the checkout there are kernels from outside it, named PATH[:SPEC]: a folder with a bench.py, or a Python
-file, and the name of the declaration in it, a `KernelSpec` or a `harness.Benchmark`. Such a file may use relative
-imports of its folder. Processes that are started later find it under the name of its SPEC, through a variable of the
-environment.
+Besides those of the checkout there are kernels from outside it, named PATH[:SPEC]: a folder with a bench.py, or a
+Python file, and the name of the declaration in it, a `KernelSpec` or a `harness.Benchmark`. Such a file may use
+relative imports of its folder. Processes that are started later find it under the name of its SPEC, through an
+environment variable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 COLLECTIONS = ("kernels", "workloads")
-OUTSIDE = "RIDGELINE_OUTSIDE"  # the variable: JSON of `outside()`
+OUTSIDE = "RIDGELINE_OUTSIDE"  # the environment variable: JSON of `outside()`
 
 
 def names() -> list[str]:
@@ -46,8 +46,8 @@ def package(name: str) -> str:
 def load(name: str) -> KernelSpec:
     """The SPEC of a folder of the checkout, or that of PATH[:SPEC] outside it.
 
-    Raises ValueError for an unknown name, with the known ones, and for a file that has no such declaration;
-    FileNotFoundError for a path that is not there.
+    Raises ValueError for an unknown name, with the known ones, and for a file without such a declaration;
+    FileNotFoundError for a path that does not exist.
     """
     if is_path(name):
         return _load_outside(name)
@@ -77,8 +77,8 @@ def folder(name: str) -> Path:
 
 
 def is_path(name: str) -> bool:
-    """Whether a kernel's name is PATH[:SPEC]: it has a separator, is that of a Python file or of a folder here with a
-    bench.py, or begins with a dot."""
+    """Whether a kernel's name is PATH[:SPEC]: it has a separator, names a Python file or a folder here with a bench.py,
+    or begins with a dot."""
     path = name.rpartition(":")[0] or name
     if os.sep in path or path.endswith(".py") or path.startswith("."):
         return True
@@ -91,8 +91,8 @@ def outside() -> dict[str, str]:
 
 
 def results(names: Iterable[str], committed: bool = True) -> Path:
-    """The folder of the results of these kernels: .out/ in the current folder if one of them is from outside, else of
-    the checkout reports/, or .out/ if they are not to be committed."""
+    """The folder of the results of these kernels: .out/ in the current folder if one of them is from outside, else the
+    checkout's reports/, or its .out/ if the results are not to be committed."""
     if set(names) & outside().keys():
         return Path.cwd() / ".out"
     return ROOT / ("reports" if committed else ".out")
@@ -127,8 +127,8 @@ def _file(path: str) -> Path:
 
 
 def _package_of(folder: Path) -> str:
-    """A name that no other folder has, so that two of the same name do not meet. Its parent stands for the parent
-    folder, where a composed kernel finds those that it needs."""
+    """A unique package name for a folder, so that two folders of one name do not collide. Its parent package stands for
+    the parent folder, where a composed kernel finds those that it needs."""
     return f"outside_{zlib.crc32(str(folder.parent).encode()):08x}.{folder.name.replace('.', '_').replace('-', '_')}"
 
 
@@ -150,4 +150,4 @@ def _make_package(package: str, folder: Path) -> None:
     else:
         sys.modules[package] = ModuleType(package)
         sys.modules[package].__path__ = [str(folder)]
-    sys.path.append(str(folder))  # for a file that imports its neighbours as a script does; last, so it shadows nothing
+    sys.path.append(str(folder))  # for sibling imports as in a script; last, so it shadows nothing

@@ -1,12 +1,12 @@
-"""A bench goes on in another process where its own dies, as of a peer whose kernel reads beyond its tensors.
+"""Continues a bench in another process if its own dies, for example because a peer's kernel reads out of bounds.
 
-After an illegal access every call of CUDA fails in that process, and a destructor that meets such a failure ends it. So
-`python -m harness bench` runs in a process of its own. In a journal this says what it is at; when it dies, the next one
-goes on from there, and leaves out what it died of.
+After an illegal access every CUDA call of that process fails, and a destructor that meets such a failure ends it. So
+`python -m harness bench` runs in a child process. That process notes its current implementation in a journal; if it
+dies, the next one continues from there and skips what the former died of.
 
 The journal is a file of JSON lines: {"run": id of a run that began}, {"at": [kernel, case, mode, implementation or null
-for all of them at once] or null}, {"failures": rows of our own that failed}, {"complete": kernel}, {"lost": why no call
-of CUDA succeeds any more}, and from the process that waits {"died": what is said of the last "at"}.
+for all of them at once] or null}, {"failures": rows of our own that failed}, {"complete": kernel}, {"lost": why no CUDA
+call succeeds any more}, and from the waiting parent {"died": the reason recorded for the last "at"}.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-#: the variable that names the journal to the process that benches
+#: the environment variable by which the benching process finds the journal
 VARIABLE = "RIDGELINE_BENCH_JOURNAL"
-LOST = 75  # exit code of a process that has lost its context
+LOST = 75  # exit code of a process that has lost its CUDA context
 DEATHS = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
 FORWARDED = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
-AT_ONCE = 1.0  # seconds: signals no further apart are one
+AT_ONCE = 1.0  # seconds: signals no further apart count as one
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 Place = tuple[str, str, str, "str | None"]
 
 
 class Crashed(Exception):
-    """What an earlier process died of is not tried again; the message says how it died."""
+    """An earlier process died of this item, so it is not tried again; the message says how it died."""
 
 
 class Journal:
-    """What the processes of one bench have said, this one's words included. Without a path nothing is kept."""
+    """The entries of all processes of one bench, this one's included. Without a path they are only kept in memory."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -67,7 +67,7 @@ class Journal:
                 file.write(json.dumps(entry) + "\n")
 
     def begin(self, kernel: str, case: str, mode: str, implementation: str | None = None) -> None:
-        """Says what is begun, None for all implementations at once. Raises Crashed where a process died of that."""
+        """Notes what begins; None: all implementations at once. Raises Crashed if an earlier process died of it."""
         place = kernel, case, mode, implementation
         if place in self.crashed:
             raise Crashed(self.crashed[place])
@@ -78,8 +78,8 @@ class Journal:
         return any(place[:3] == (kernel, case, mode) for place in self.crashed)
 
     def lost(self, reason: str) -> None:
-        """Ends this process where another one follows it: no call of CUDA succeeds any more. Destructors do not run,
-        which would meet the same failure."""
+        """Ends this process if another one follows it, since no CUDA call succeeds any more. Destructors do not run,
+        as they would meet the same failure."""
         if self._path is not None:
             self.note(lost=reason)
             sys.stdout.flush()
@@ -87,7 +87,7 @@ class Journal:
             os._exit(LOST)
 
     def died(self, how: str) -> bool:
-        """Notes that the process died of what it was at. False where another one would do no better."""
+        """Notes that the process died of its current item. False if another process would fail in the same way."""
         if self.at is None or self.at in self.crashed:
             return False
         self.note(died=f"{self._lost or f'the process died of it ({how})'}; not tried again")
@@ -111,7 +111,7 @@ class Journal:
 
 
 def journal() -> Journal:
-    """Of the process that benches. Processes that it starts have none, and it ends with the one that waits for it."""
+    """The journal of the benching process. Its children get none, and it is killed when its waiting parent ends."""
     path = os.environ.pop(VARIABLE, None)
     if path is None:
         return Journal()
@@ -121,8 +121,8 @@ def journal() -> Journal:
 
 
 def supervised(main: Callable[[], int]) -> int:
-    """`main`, which reads the command line; a bench in processes of its own, one after the other as long as they die.
-    Returns the exit code."""
+    """Runs `main`, which reads the command line. A bench runs in child processes, each of which continues after the
+    death of the one before. Returns the exit code."""
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
     if command != "bench" or VARIABLE in os.environ:
         return main()
@@ -140,8 +140,8 @@ def supervised(main: Callable[[], int]) -> int:
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:
-    """The exit code of a command, negative for a signal. It is a process group of its own. What a terminal or a time
-    limit sends to this one's, and perhaps to this process besides, reaches it once."""
+    """The exit code of a command, negative for a signal. The command is a process group of its own. A signal that a
+    terminal or a time limit sends to this group, and perhaps to this process besides, is forwarded once."""
     process = subprocess.Popen(command, env=environment, preexec_fn=os.setpgrp)
     sent = -math.inf
 

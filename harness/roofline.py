@@ -1,24 +1,24 @@
-"""The roofline: the least time that a cost can take, and how near a measurement comes to it.
+"""The roofline: a lower bound on the time of a cost, and how close a measurement comes to it.
 
     floor = max(bytes / bandwidth, FLOPs / rate of each pipe, bytes over a link / its rate)
 
-These are the compulsory work of `Cost`, so the floor is a bound on any implementation and not an
-estimate of this one. Ceilings come from two places: `gpus.toml` holds what the vendor promises (dense), `calibrate`
-measures what this card does. The measured ones decide; the vendor's stand beside them.
+The bytes and FLOPs are the compulsory work of `Cost`, so the floor is a bound on any implementation and not an
+estimate of this one. Ceilings have two sources: `gpus.toml` holds the data sheet's (dense), `calibrate` measures those
+of this card. The measured ones decide; the data sheet's are shown beside them.
 
 **More than 100 %.** A measurement below its floor is an error in the timing or in the cost (`over_roofline`), except
-for DRAM traffic that L2 hits avoid. How much that is depends on the column:
+for DRAM traffic that L2 hits avoid. How much that can be depends on the column:
 
-cold    nothing: L2 is flushed by writing, so it is full of dirty lines. Each line that a kernel brings in or writes
-        evicts one of them, and DRAM moves the compulsory bytes at least, however small the problem. The same for
-        cupti, which times cold calls.
+cold    nothing: L2 is flushed by writing, so it is full of dirty lines. Each line that a kernel loads or writes evicts
+        one of them, so DRAM moves at least the compulsory bytes, however small the problem. The same holds for cupti,
+        which times cold calls.
 graph   at most half of the bytes, and no more than L2 holds: it rotates through twice the L2, so at best every second
         line is still there.
 warm    all that L2 holds: a line that stays from one call to the next saves one transfer, its read or its write-back.
 
-A problem that fits in L2 has therefore no memory floor in the warm column, and half of one in a graph; the compute
-floor holds in every column. The percentages of a report are of the whole floor:
-where they pass 100 without an error, L2 is why, and the report marks it.
+So a problem that fits in L2 has no memory floor in the warm column, and half of one in a graph; the compute floor
+holds in every column. The percentages of a report refer to the whole floor: where they exceed 100 without an error,
+the reason is L2, and the report marks it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ else:
 
 TABLE = Path(__file__).with_name("gpus.toml")
 
-#: What may set the floor, besides a pipe by its name: DRAM, the links between GPUs, the link to the host.
+#: Possible limits of the floor, besides a pipe by its name: DRAM, the links between GPUs, the link to the host.
 MEMORY, LINK, HOST = "memory", "link", "host"
-#: Of DRAM, as a run records them: of a copy, of a read alone, and of two reads and a write. The best is the ceiling.
+#: DRAM bandwidths that a run records: of a copy, of a read, and of two reads and a write. The highest is the ceiling.
 BANDWIDTHS = ("bandwidth", "bandwidth_read", "bandwidth_2r1w")
-#: Measured ceilings are medians of a noisy thing: this much above them is not yet an error. A matrix product is held
-#: back by the power limit, so its rate is that of the clock it was measured at (792 and 701 TFLOP/s at two sizes on one
-#: card), and what leaves the tensor cores idle more often runs at a higher one.
+#: Measured ceilings are medians of noisy measurements: exceeding them by this much is not yet an error. A GEMM is
+#: power-limited, so its rate is that of the clock at which it was measured (792 and 701 TFLOP/s at two sizes on one
+#: card); a kernel that leaves the tensor cores idle more often runs at a higher clock.
 MARGIN, COMPUTE_MARGIN = {MEMORY: 0.02, LINK: 0.05, HOST: 0.05}, 0.1
 COLUMNS = ("cold", "warm", "graph", "cupti")
 
@@ -53,11 +53,11 @@ COLUMNS = ("cold", "warm", "graph", "cupti")
 class Cost:
     """Compulsory work of one GPU: every input read once, every output written once, the useful FLOPs.
 
-    flops       by pipe: "fp32" is the CUDA cores; "tf32", "bf16", "fp16" and "fp8" are the tensor cores. A number is
-                the FLOPs of `pipe`.
+    flops       by pipe: "fp32" is the CUDA cores; "tf32", "bf16", "fp16" and "fp8" are the tensor cores. A plain number
+                is the FLOPs of `pipe`.
     bytes       to and from DRAM
-    link_bytes  that this GPU sends to others or receives from them, whichever is more: links work both ways at once
-    host_bytes  the same between it and the host
+    link_bytes  that this GPU sends to others or receives from them, whichever is more: links are full duplex
+    host_bytes  the same for the link to the host
     """
 
     flops: Mapping[str, float] | float
@@ -91,7 +91,7 @@ class Cost:
         return cls(entry.get("flops", 0), entry.get("bytes", 0), entry.get("pipe", "fp32"), **links)
 
     def to_record(self) -> dict[str, Any]:
-        """The shape of a row's `cost`; links stand there where they are used."""
+        """The `cost` object of a row; links are included where they are used."""
         links = {name: getattr(self, name) for name in ("link_bytes", "host_bytes") if getattr(self, name)}
         return {"flops": dict(self.by_pipe), "bytes": self.bytes, **links}
 
@@ -99,8 +99,8 @@ class Cost:
 @dataclass(frozen=True)
 class Ceilings:
     """`bandwidth` in bytes per second; `flops` by pipe ("fp32", "tf32", "bf16", "fp16", "fp8") in FLOP per second;
-    `link` and `host` in bytes per second and direction, None where there is none. `source` says where the figures are
-    from, but for those named in `promised`, which are the data sheet's."""
+    `link` and `host` in bytes per second and direction, None where there is none. `source` says where the figures come
+    from, except those named in `promised`, which are the data sheet's."""
 
     bandwidth: float
     flops: Mapping[str, float]
@@ -119,18 +119,18 @@ class Ceilings:
         return cls(max(bandwidths), flops, source, entry.get("link"), entry.get("host"))
 
     def with_links_of(self, datasheet: Ceilings | None) -> Ceilings:
-        """These, with the data sheet's links where there is no figure: measuring them takes several GPUs."""
+        """These, with the data sheet's links where none were measured: that requires several GPUs."""
         if datasheet is None:
             return self
         promised = tuple(name for name in (LINK, HOST) if getattr(datasheet, name) and not getattr(self, name))
         return replace(self, link=self.link or datasheet.link, host=self.host or datasheet.host, promised=promised)
 
     def source_of(self, limit: str) -> str:
-        """Where the ceiling behind a floor's `limit` is from."""
+        """Where the ceiling of a floor's `limit` comes from."""
         return "data sheet" if limit in self.promised else self.source
 
     def to_record(self) -> dict[str, Any]:
-        """The shape of the record's `ceilings`."""
+        """The `ceilings` object of the record."""
         links = {name: rate for name, rate in (("link", self.link), ("host", self.host)) if rate}
         return {"bandwidth": self.bandwidth, "flops": dict(self.flops), **links}
 
@@ -153,7 +153,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Floor:
-    """The least time, and what sets it: MEMORY, LINK, HOST or a pipe by its name."""
+    """The least time, and its limit: MEMORY, LINK, HOST or a pipe by its name."""
 
     seconds: float
     limit: str
@@ -161,7 +161,7 @@ class Floor:
 
 @cache
 def table() -> dict[str, tuple[Gpu, ...]]:
-    """The GPUs by key; the first of each is the one that `get` gives when no device name decides between its boards."""
+    """The GPUs by key. `get` returns the first board of a key when no device name decides between them."""
     with TABLE.open("rb") as file:
         rows = tomllib.load(file)
     return {key: tuple(_gpu(key, board) for board in _boards(row)) for key, row in rows.items()}
@@ -196,15 +196,15 @@ def _gb(rate: float | None) -> float | None:
 
 
 def keys() -> list[str]:
-    """The names that --gpu takes besides auto."""
+    """The names that --gpu accepts besides auto."""
     return list(table())
 
 
 def identify(device_name: str, memory_bytes: float | None = None) -> str | None:
     """The key of the card with this device name and memory, or None for one that is not in the table.
 
-    The name must match as a whole. Where the memory is given it must be what was sold, less what the driver keeps for
-    itself and ECC takes: a slice of a card, or a rebuilt one, is another card.
+    The name must match as a whole. If the memory is given it must be the nominal size, less what the driver and ECC
+    reserve: a slice of a card, or a modified one, is another card.
     """
     board = _board(device_name, memory_bytes)
     return board.key if board else None
@@ -219,7 +219,7 @@ def _board(device_name: str, memory_bytes: float | None) -> Gpu | None:
 
 
 def get(key: str, device_name: str | None = None) -> Gpu:
-    """The card of that key, and of its boards the one of that device name. ValueError lists the known keys."""
+    """The card of that key, and the board of that device name if it has several. ValueError lists the known keys."""
     if key not in table():
         raise ValueError(f"unknown GPU {key!r}; known: {', '.join(keys())}")
     board = _board(device_name, None) if device_name else None
@@ -234,7 +234,7 @@ def floor_seconds(cost: Cost, ceilings: Ceilings) -> Floor:
 
 
 def _terms(cost: Cost, ceilings: Ceilings) -> dict[str, float]:
-    """Seconds by what may set the floor."""
+    """Seconds by possible limit of the floor."""
     terms = {MEMORY: cost.bytes / ceilings.bandwidth}
     for name, moved, bandwidth in ((LINK, cost.link_bytes, ceilings.link), (HOST, cost.host_bytes, ceilings.host)):
         if bandwidth:
@@ -252,7 +252,7 @@ def percent_of_roofline(seconds: float, cost: Cost, ceilings: Ceilings) -> float
 
 
 def bytes_that_must_move(bytes: float, column: str, l2_bytes: float) -> float:
-    """What is left of the compulsory bytes when L2 has helped as much as it can in that column (see the module)."""
+    """The compulsory bytes that remain when L2 has avoided as many as it can in that column (see the module)."""
     if column not in COLUMNS:
         raise ValueError(f"unknown column {column!r}; known: {', '.join(COLUMNS)}")
     kept = {"warm": bytes, "graph": bytes / 2}.get(column, 0)
@@ -262,9 +262,9 @@ def bytes_that_must_move(bytes: float, column: str, l2_bytes: float) -> float:
 def over_roofline(
     seconds: float, cost: Cost, ceilings: Ceilings, *, column: str = "cold", l2_bytes: float = 0
 ) -> str | None:
-    """Why this time is impossible, or None. Give the *measured* ceilings; `column` is one of COLUMNS.
+    """Why this time is impossible, or None. Pass the *measured* ceilings; `column` is one of COLUMNS.
 
-    Every term has a margin of its own, so the largest is not always the one that is broken.
+    Each term has a margin of its own, so the largest is not always the one that is violated.
     """
     moved = replace(cost, bytes=int(bytes_that_must_move(cost.bytes, column, l2_bytes)), pipe=cost.main_pipe)
     terms = _terms(moved, ceilings)
@@ -287,7 +287,7 @@ def over_roofline(
 
 
 def gbps(bytes_per_second: float) -> str:
-    """'4254 GB/s', with decimals only where they carry something."""
+    """'4254 GB/s', with decimals only where they are significant."""
     return f"{_figures(bytes_per_second / 1e9)} GB/s"
 
 
@@ -324,6 +324,6 @@ def throughput(seconds: float, cost: Cost, limit: str) -> str:
 
 
 def _figures(value: float) -> str:
-    """Three figures at least, all of the digits before the point."""
-    magnitude = abs(float(f"{value:.3g}"))  # 99.96 is to read 100, not 100.0
+    """At least three significant figures, and all digits before the point."""
+    magnitude = abs(float(f"{value:.3g}"))  # 99.96 is shown as 100, not 100.0
     return f"{value:.0f}" if magnitude >= 100 else f"{value:.1f}" if magnitude >= 10 else f"{value:.2f}"

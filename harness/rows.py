@@ -1,4 +1,4 @@
-"""What a row and a run line of the record say apart from measurements."""
+"""The parts of a record's row and run lines that are not measurements."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from .spec import Case, KernelSpec, Yardstick
 
-OPTIONAL = ("samples", "warmup", "suite")  # in the record where they were given
+OPTIONAL = ("samples", "warmup", "suite")  # recorded only if they were given
 OPTIONS = ("gpu", "quick", "timer", "case", "mode", "impl", "host", "host_compiled", "resume")
 
 
 def asked(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The command line of a bench, as the record has it."""
+    """The command line of a bench in the form of the record."""
     given = {name: getattr(arguments, name, None) for name in OPTIONAL}
     if getattr(arguments, "turns", None) is not None:
         given["turns"] = True  # the file's name means nothing elsewhere
@@ -52,5 +52,5 @@ def kind(spec: KernelSpec, name: str) -> str:
 
 
 def _written(value: Any) -> Any:
-    """As a record has it: a dtype by its name."""
+    """A value in the form of a record: a dtype by its name."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

@@ -1,8 +1,8 @@
-"""Problems that are too large for the reference, compared with it on a sample of their rows.
+"""Comparison on a sample of rows, for problems that are too large for the reference.
 
-Where an op computes rows independently (the queries of an attention without a mask), its outputs on some rows are those
-of the problem that has only these rows. So are all gradients, sums over rows among them, if the incoming gradients of
-the other rows are 0.
+If an op computes rows independently (such as the queries of an attention without a mask), its outputs on some rows are
+those of the problem that has only these rows. The same holds for all gradients, sums over rows included, if the
+incoming gradients of the other rows are 0.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 
 from .spec import Case, Inputs, KernelSpec, Rows
 
-# Which rows are drawn cannot be known beforehand: another process draws others.
+# An implementation cannot know in advance which rows are drawn: another process draws others.
 RUN = secrets.randbits(62)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The rows of one problem that were drawn, `index`, of `total`."""
+    """The drawn rows of one problem: `index`, out of `total`."""
 
     rows: Rows
     index: torch.Tensor
     total: int
 
     def inputs(self, inputs: Inputs) -> Inputs:
-        """The problem of these rows alone."""
+        """The problem restricted to these rows."""
         return {
             name: value.index_select(self.rows.inputs[name], self.index) if name in self.rows.inputs else value
             for name, value in inputs.items()
@@ -45,7 +45,7 @@ class Sample:
                 gradient.zero_().index_copy_(self.rows.outputs, self.index, kept)
 
     def results(self, results: Sequence[torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:
-        """The outputs and gradients that depend on these rows alone; `names` are those of `oracle.Expected`."""
+        """The outputs and gradients that depend only on these rows; `names` are those of `oracle.Expected`."""
         dimensions = {f"gradient of {name}": dimension for name, dimension in self.rows.inputs.items()}
         chosen = []
         for name, tensor in zip(names, results, strict=True):
@@ -54,15 +54,15 @@ class Sample:
         return chosen
 
     def whole(self, output: torch.Tensor) -> torch.Tensor:
-        """An output of these rows in the shape that the whole problem's has, without memory."""
+        """An output of these rows expanded to the whole problem's shape, without memory."""
         shape = list(output.shape)
         shape[self.rows.outputs] = self.total
         return output.new_empty(1).expand(shape)
 
 
 def draw(spec: KernelSpec, case: Case, inputs: Inputs, seed: int = 0) -> Sample | None:
-    """Rows at random, with the first and the last; None where the whole case is compared with the reference. One seed
-    gives the same rows throughout a process, and others in the next."""
+    """Draws random rows, including the first and the last; None if the whole case is compared with the reference. One
+    seed gives the same rows throughout a process, and others in the next."""
     rows = spec.sampled(case)
     if rows is None:
         return None

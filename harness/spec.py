@@ -1,4 +1,4 @@
-"""The one declaration of a kernel. Tests, bench, build, profile and report all read it and nothing else.
+"""The declaration of a kernel. Tests, bench, build, profile and report read it and nothing else.
 
 A kernel's `bench.py` defines `SPEC = KernelSpec(...)`. Every field below is data or a pure function, so everything
 but the timing itself can be tested on a machine without a GPU.
@@ -20,7 +20,7 @@ Inputs = dict[str, Any]
 Op = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
 
 MODES = ("fwd", "bwd", "fwd+bwd", "step", "train")
-WHOLE = ("step", "train")  # in which all that there is to check happens in one call
+WHOLE = ("step", "train")  # modes in which one call covers everything that is checked
 WITHOUT_AUTOGRAD = ("fwd", *WHOLE)
 
 
@@ -32,11 +32,11 @@ class Case:
     of letters, digits, '.', '_' and '-'. `bench=False` cases are only for correctness.
 
     `mutates` names the inputs that the op updates in place. It must return them among its outputs, while the reference
-    computes their new values as new tensors. Such a case is run without autograd alone.
+    computes their new values as new tensors. Such a case runs only in modes without autograd.
 
-    `modes` are those of SPEC's in which it is run; all of them where it is empty.
+    `modes` are the modes of SPEC in which the case runs; empty means all of them.
 
-    `world_size` is the number of GPUs that it takes, which are of one host. Its records lie in a folder of their own.
+    `world_size` is the number of GPUs that the case uses, all on one host. Its records are in a folder of their own.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """When a result is right (`harness.correctness.accuracy` has the rule in full).
+    """When a result is accepted as correct (`harness.correctness.accuracy` has the full rule).
 
     With e = |result − oracle| and e_eager = |eager in the same dtype − oracle|, both max and RMS must satisfy
     e <= ratio · e_eager + floor · scale, where scale is the largest finite |oracle| (max) or its RMS. `floor` is in
@@ -65,8 +65,8 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Something to be compared with. Use EAGER, COMPILED and COMPILED_MAX, which are made from `reference`, or `Peer`.
-    `supports` gives the reason why a case cannot be run, or None; `dataclasses.replace(EAGER, supports=...)` has one.
+    """An implementation to compare with. Use `Peer`, or EAGER, COMPILED and COMPILED_MAX, which run `reference`.
+    `supports` returns why a case cannot run, or None; set it with `dataclasses.replace(EAGER, supports=...)`.
     """
 
     name: str
@@ -77,9 +77,9 @@ class Baseline:
 class Peer(Baseline):
     """Another library's implementation with the signature of the public op.
 
-    `load` imports the library and returns the callable, so that an absent one costs nothing until it is asked for;
-    its ImportError becomes a skipped row. `configurations` are smaller ones, by name and best first: the first that
-    runs takes the place of a `load` that does not compile or run, and the row says which it was.
+    `load` imports the library and returns the callable, so a missing library costs nothing until it is requested; its
+    ImportError becomes a skipped row. `configurations` are smaller fallback configurations by name, best first. If
+    `load` does not compile or run, the first of them that runs is used instead, and the row names it.
     """
 
     load: Callable[[], Op] = field(kw_only=True)
@@ -88,9 +88,9 @@ class Peer(Baseline):
 
 @dataclass(frozen=True)
 class Yardstick(Peer):
-    """Something else that is timed in the same rounds, such as a plain copy of the input: it is not checked, is no peer
-    and takes no part in the verdict. Its rate is that of its own `cost`; the report shows ours as a share of it. One
-    that is `ours` calls further public functions of the folder, and `sanitize` runs it on the small cases."""
+    """A further operation timed in the same rounds, such as a plain copy of the input. It is not checked, is not a peer
+    and does not affect the verdict. Its rate comes from its own `cost`; the report shows ours as a percentage of it. If
+    `ours` is set, it calls further public functions of the folder, and `sanitize` runs it on the small cases."""
 
     cost: Callable[[Case, str], Cost] = field(kw_only=True)
     ours: bool = field(default=False, kw_only=True)
@@ -98,18 +98,18 @@ class Yardstick(Peer):
 
 EAGER = Baseline("eager")
 COMPILED = Baseline("compile")
-#: torch.compile at its best: its mode max-autotune-no-cudagraphs, whose options these are. The harness has a column of
-#: its own for CUDA graphs.
+#: torch.compile with the options of its mode max-autotune-no-cudagraphs (MAX_AUTOTUNE). CUDA graphs have a column of
+#: their own in the harness.
 COMPILED_MAX = Baseline("compile-max")
 MAX_AUTOTUNE: dict[str, Any] = {"max_autotune": True, "coordinate_descent_tuning": True}
-WITHOUT_DESCENT: dict[str, Any] = {"max_autotune": True}  # what is tried where those do not compile
+WITHOUT_DESCENT: dict[str, Any] = {"max_autotune": True}  # used where MAX_AUTOTUNE does not compile
 FROM_REFERENCE = frozenset(baseline.name for baseline in (EAGER, COMPILED, COMPILED_MAX))
 
 
 @dataclass(frozen=True)
 class Tunable:
-    """A `pick_*` function of a kernel's module and the configurations that `tune` tries in its place: over `cases`, by
-    default SPEC's that are benched, in `implementation`, by default SPEC's first."""
+    """A `pick_*` function of a kernel's module and the configurations that `tune` tries in its place. It is tuned over
+    `cases` (default: SPEC's cases with bench=True) in `implementation` (default: SPEC's first)."""
 
     module: ModuleType
     function: str
@@ -121,7 +121,7 @@ class Tunable:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that an op computes independently: they lie along dimension inputs[name] of those inputs, and along
+    """Rows that an op computes independently. They lie along dimension inputs[name] of each of those inputs and along
     dimension `outputs` of every output. `count` of them are compared with the reference (`harness.sampling`)."""
 
     count: int
@@ -131,15 +131,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class StandIn:
-    """How a case is checked whose results in fp64, and whose copies, do not fit beside what is timed
-    (`harness.correctness.stand_in`): all of the checks on a smaller case, and a part of the results on what is timed.
+    """How to check a case whose fp64 results and copies do not fit in memory next to the timed tensors
+    (`harness.correctness.stand_in`): all checks run on a smaller case, and a subset of the timed results is checked.
 
-    case       of the same kind and smaller, such as fewer layers of the same widths
-    inputs     (the inputs that are timed) -> arguments of `reference`. What the op updates in place is copied
-    reference  as SPEC's, for the part of the results alone
-    results    (the results, the inputs) -> that part
-    scalar     the relative error that is allowed of a result of one number: that of eager, which is the measure of the
-               others, may be 0 by chance
+    case       a smaller case of the same kind, e.g. with fewer layers of the same widths
+    inputs     (timed inputs) -> arguments of `reference`. Tensors that the op updates in place are copied
+    reference  like SPEC's, but computes only the subset of the results
+    results    (all results, inputs) -> the subset
+    scalar     relative tolerance of a result with one element. Eager's error, which is the yardstick of the other
+               results, may be 0 by chance there
     """
 
     case: Case
@@ -151,24 +151,24 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a kernel runs on several GPUs. The harness starts the processes, one a GPU ("ranks"), and makes the default
-    process group of `case.world_size` ranks before it calls any of this (`harness.ranks`).
+    """How a kernel runs on several GPUs. The harness starts one process per GPU (a rank) and initialises the default
+    process group with `case.world_size` ranks before it calls anything below (`harness.ranks`).
 
-    make_shard   (case, rank, device, generator) -> keyword arguments of the op on that rank, as `make_inputs`. The
+    make_shard   (case, rank, device, generator) -> keyword arguments of the op on that rank, like `make_inputs`. The
                  generator is seeded by the rank.
-    check_shard  (fn, case, mode, device) -> why an implementation is wrong, or None. Called by all ranks together, with
-                 the implementation as it is. It makes a small problem of the case's kind and holds it against the
-                 oracle. Without it rows say that nothing was checked.
+    check_shard  (fn, case, mode, device) -> why an implementation is wrong, or None. It is a collective call: all ranks
+                 make it, with the unwrapped implementation. It makes a small problem of the case's kind and compares
+                 with the oracle. Without it the rows say that nothing was checked.
     alone        our one-GPU implementation, name -> callable(**make_inputs(case, ...)), at most one. Rank 0 runs it on
                  the whole problem in the same rounds: T1 of the efficiency T1 / (N · TN).
-    alone_reason (case, mode) -> why it is not timed there, or None
-    local        implementation -> the same without its transfers, or with local copies in their place: its results are
-                 wrong, and what the transfers take beyond it is not hidden
-    plain        (case) -> of an exchange that is compressed: the baseline that sends everything as it is, and the bytes
-                 that a GPU sends there; else None. The report then says at which speeds of a link it pays
-    axis         (case) -> the series and the length by which a chart of the efficiency has it
+    alone_reason (case, mode) -> why `alone` is not timed there, or None
+    local        implementation -> the same without transfers, or with local copies instead. Its results are wrong; the
+                 difference in time is the transfer time that is not overlapped
+    plain        (case) -> for a compressed exchange, the baseline that sends uncompressed data and the bytes that a GPU
+                 sends there; else None. The report then gives the link speeds at which compression pays off
+    axis         (case) -> the series and the length under which an efficiency chart plots the case
     environment  (case) -> environment variables that its ranks start with
-    release      called on each rank after each case and mode: gives back what is kept between calls
+    release      called on each rank after each case and mode, to free what is cached between calls
     """
 
     make_shard: Callable[[Case, int, torch.device | str, torch.Generator], Inputs]
@@ -184,64 +184,65 @@ class Sharding:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """Everything the harness knows of a kernel.
+    """Everything that the harness knows about a kernel.
 
     name             folder = public function = op
     implementations  what this folder offers, best first: name -> callable(**inputs) -> tensor or tuple of tensors
-    reference        same signature, plain PyTorch, computing in at least fp32 and in fp64 when given fp64
+    reference        same signature, plain PyTorch, computes in at least fp32, and in fp64 when given fp64
     make_inputs      (case, device, generator) -> keyword arguments of the op, tensors and scalars. Fresh random data at
-                     each call. The generator is None when shapes alone matter (ahead-of-time build).
-    cost             (case, mode) -> Cost; no tensors. Its bytes are those of the call's tensors (inputs, outputs,
-                     incoming gradients, gradients) and `extra_bytes`, which a test holds it to
-    extra_bytes      (case, mode) -> bytes by name: of what the forward saves for the backward beyond inputs; negative
-                     of what a call need not touch of its tensors. Of a case of several GPUs: of one of them
+                     each call. The generator is None when only shapes matter (ahead-of-time build).
+    cost             (case, mode) -> Cost; no tensors. A test checks that its bytes equal those of the call's tensors
+                     (inputs, outputs, incoming gradients, gradients) plus `extra_bytes`
+    extra_bytes      (case, mode) -> bytes by name that the forward saves for the backward beyond inputs; negative for
+                     bytes of its tensors that a call need not access. In a case of several GPUs, per GPU
     cases            at least one with bench=True
-    pytorch          names of the baselines that are what a PyTorch user would write (F.rms_norm, SDPA, fused AdamW).
-                     The report's "over PyTorch" is over the fastest; "eager" where the reference is just that
+    pytorch          names of the baselines that a PyTorch user would write (F.rms_norm, SDPA, fused AdamW). The
+                     report's "over PyTorch" refers to the fastest; "eager" where the reference itself is what one
+                     would write
     grads            names of the inputs that have a gradient
     modes            what is timed: "fwd" (no autograd), "bwd" (the backward alone), "fwd+bwd", or "step": one update of
                      an optimizer, or "train": one step of a model's training, with its own forward, backward and
-                     optimizer. The last two are run like "fwd", under torch.no_grad: what "train" differentiates it
-                     does under a torch.enable_grad of its own.
+                     optimizer. The last two run like "fwd", under torch.no_grad; "train" uses its own
+                     torch.enable_grad for what it differentiates.
     min_capability   implementation -> the compute capability that it needs, where that is more than the case's own
-    alias_reason     (implementation, case, mode) -> why it is the same as another implementation there, so that it is
+    alias_reason     (implementation, case, mode) -> why it is identical to another implementation there, so that it is
                      neither checked nor timed again; else None
-    unit, items      the case's own throughput: "rows", (case) -> how many
-    unsupported_reason  (implementation, case, mode) -> why it cannot take the case (beyond min_capability) or None
+    unit, items      the unit of the case's throughput, e.g. "rows", and (case) -> the number of them
+    unsupported_reason  (implementation, case, mode) -> why it cannot run the case (beyond min_capability), or None
     determinism      mode -> "run-to-run" (bit-wise equal repeats, tested), "on request" (the same under
                      torch.use_deterministic_algorithms(True)) or "none"
-    fuzz             dimension -> (low, high), from which Hypothesis draws sizes
-    finite_only      (case) -> whether its inputs must be finite, because what the op masks it may or may not read
+    fuzz             dimension -> (low, high), the range from which Hypothesis draws sizes
+    finite_only      (case) -> whether its inputs must be finite, because the op may or may not read masked elements
     sampled          (case) -> Rows where the problem is too large for the reference, else None
-    stand_in         (case) -> StandIn where neither the whole nor some of its rows can be held against the reference,
-                     else None. Such a case is checked by `bench` alone
-    own_strides      (case) -> the outputs, by index, that have neither eager's strides nor those of a contiguous
-                     tensor, but such as the op documents and the kernel's own tests check
-    product_error    (inputs) -> the relative error of each term of a matrix product, where it is more than the inputs'
-                     dtypes say: operands are rounded on the way, or tensor cores keep fewer bits
-    limits           input -> the largest magnitude up to which the op is right, where that is not all of its dtype
+    stand_in         (case) -> StandIn where neither the whole result nor sampled rows can be compared with the
+                     reference, else None. Only `bench` checks such a case
+    own_strides      (case) -> indices of the outputs whose strides are neither eager's nor those of a contiguous
+                     tensor; the op documents them and the kernel's own tests check them
+    product_error    (inputs) -> the relative error of each product inside a GEMM, where it exceeds what the inputs'
+                     dtypes imply: operands are rounded on the way, or tensor cores keep fewer bits
+    limits           input -> the largest magnitude for which the op is correct, where that is not its dtype's maximum
     spills           JIT kernel -> bytes of register spill that are accepted, with the reason in the kernel's README
-    early_arrivals   kernel of CUDA C++ -> arrivals at another CTA's mbarrier that may come before reads of shared
-                     memory are done, since what they give back is not what is read; the reason is in the README
+    early_arrivals   CUDA C++ kernel -> arrivals at another CTA's mbarrier that may precede the completion of
+                     shared-memory reads, since those reads are not of the buffer released; the README has the reason
     false_alarms     (tool of compute-sanitizer, JIT kernel or device function) -> why its finding there is not an
                      error
     tunables         what `tune` searches
-    host_cases       problems so small that a call takes its host time; every peer takes them
-    suite_cases      further cases that only a suite or --case names: neither in the tests nor in a bench of everything
-    host_ops         implementation or peer -> what is called on host cases in its place, e.g. the step of an optimizer
+    host_cases       problems so small that host time dominates; every peer must support them
+    suite_cases      further cases that run only if a suite or --case names them: neither in tests nor in a full bench
+    host_ops         implementation or peer -> what is called instead of it on host cases, e.g. an optimizer's step
     compile_targets  compute capabilities that `build` compiles for
-    needs            the kernels whose public functions a composed one calls; it has no kernel of its own
-    captured         whether a user has a call in a CUDA graph, as a step of training: then that column is there and is
-                     the headline, but of calls of seconds
-    stages           (implementation, case, mode, device) -> seconds of each stage of a call, each measured by itself,
-                     or None. The bench records them beside the times, the report has a table of them
-    stage_ranges     (range of a stage's name) -> a context in which a call has what it launches inside such ranges,
-                     forward and backward: `profile` says then which kernels each stage has
-    ablation         implementation or baseline -> what runs there, for the report's table of what each part brings: the
-                     first of `implementations`, those that differ from it in one part, and peers
-    model            (case, mode, GPUs, length or None for the case's own, FLOP/s of a GPU, bytes/s of a link) -> a
-                     model's (seconds, seconds of them that a transfer is waited for, efficiency); or None
-    sharding         how cases of several GPUs are run; None where there are none
+    needs            the kernels whose public functions a composed kernel calls; it has no kernel of its own
+    captured         whether users capture the call in a CUDA graph, e.g. a training step: then the graph column exists
+                     and is the headline, except for calls of seconds
+    stages           (implementation, case, mode, device) -> seconds of each stage of a call, each timed separately, or
+                     None. The bench records them with the times; the report has a table of them
+    stage_ranges     (function: stage name -> range) -> a context manager inside which a call encloses its launches in
+                     such ranges, forward and backward, so that `profile` can list the kernels of each stage
+    ablation         implementation or baseline -> what runs there, for the report's ablation table: the first of
+                     `implementations`, those that differ from it in one part, and peers
+    model            (case, mode, GPUs, length or None for the case's own, FLOP/s of a GPU, bytes/s of a link) -> the
+                     performance model's (seconds, seconds of exposed transfers among them, efficiency); or None
+    sharding         how cases on several GPUs run; None where there are none
     """
 
     name: str
@@ -327,11 +328,11 @@ class KernelSpec:
         return self.unsupported_reason(implementation, case, mode) or self.alias_reason(implementation, case, mode)
 
     def searched_in(self, tunable: Tunable) -> str:
-        """The implementation in which a tunable is searched."""
+        """The implementation in which a tunable is tuned."""
         return tunable.implementation or next(iter(self.implementations))
 
     def modes_of(self, case: Case) -> tuple[str, ...]:
-        """The modes in which a case is run."""
+        """The modes in which a case runs."""
         wanted = [mode for mode in self.modes if mode in (case.modes or self.modes)]
         return tuple(mode for mode in wanted if mode in WITHOUT_AUTOGRAD or not case.mutates)
 

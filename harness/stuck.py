@@ -1,4 +1,4 @@
-"""Says where a program is when one thing takes it long."""
+"""Prints where a program is while one operation takes long."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def said_where(seconds: float) -> Iterator[None]:
-    """Every so many seconds within, the stack of this thread on stderr. What holds Python's lock delays it.
+    """Context that prints the stack of this thread on stderr every `seconds` seconds, later if the GIL is held.
 
-    `faulthandler` would not wait for that lock, and so reads a stack while it changes: up to Python 3.12.7 that ends
-    the process where the innermost frame is one of the interpreter's own (github.com/python/cpython/issues/123967).
+    `faulthandler` would not wait for the GIL, and so reads a stack while it changes: up to Python 3.12.7 that ends the
+    process if the innermost frame is one of the interpreter's own (github.com/python/cpython/issues/123967).
     """
     thread, over = threading.get_ident(), threading.Event()
 

@@ -1,6 +1,6 @@
-"""Suites: named choices of cases, with what their summary compares with. `python -m harness bench --suite NAME`.
+"""Suites: named selections of cases, with the baselines of their summary. `python -m harness bench --suite NAME`.
 
-A suite is data. Those here choose cases of several kernels; a kernel's or workload's bench.py may declare more in
+A suite is data. Those here select cases of several kernels; a kernel's or workload's bench.py may declare more in
 `SUITES`, a tuple of them. Cases that only a suite needs are in `KernelSpec.suite_cases`.
 """
 
@@ -16,10 +16,10 @@ from . import options, registry
 class Part:
     """Cases of one kernel.
 
-    baselines        what is timed beside ours; the first is the one over which the speed-up is
-    modes            all of SPEC's where it is empty
-    implementations  of ours; SPEC's first where it is empty
-    unit             what SPEC's items are called here; as SPEC calls them where it is empty
+    baselines        timed together with ours; the first is the one that the speed-up refers to
+    modes            empty: all of SPEC's
+    implementations  of ours; empty: SPEC's first
+    unit             name of SPEC's items in this suite; empty: SPEC's own
     """
 
     kernel: str
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Suite:
-    """`title` is for the summary."""
+    """Parts, with a `title` for the summary."""
 
     name: str
     title: str
@@ -95,7 +95,7 @@ SUITES = (TRAIN_SCALE, ATTENTION_SMALL)
 
 
 def find(name: str) -> Suite:
-    """The suite of that name: one of these, or of a bench.py. ValueError lists the known ones."""
+    """The suite of that name, from here or from a bench.py. ValueError lists the known ones."""
     for suite in SUITES:
         if suite.name == name:
             return suite
@@ -106,7 +106,7 @@ def find(name: str) -> Suite:
 
 
 def every() -> dict[str, Suite]:
-    """All suites by name. Imports every bench.py. ValueError where two have the same name."""
+    """All suites by name. Imports every bench.py. ValueError if two have the same name."""
     found = list(SUITES)
     for kernel in registry.names():
         found += getattr(registry.module(kernel), "SUITES", ())
@@ -117,8 +117,8 @@ def every() -> dict[str, Suite]:
 
 
 def select(suite: Suite, arguments: argparse.Namespace) -> list[options.Selection]:
-    """The suite's cases, less those that --kernel, --case, --mode and --impl leave out. ValueError for a part that
-    names what its SPEC does not have, and where nothing is left."""
+    """The suite's cases that --kernel, --case, --mode and --impl do not exclude. ValueError for a part that names
+    something its SPEC does not have, and if no case is left."""
     selections = []
     for part in suite.parts:
         if arguments.kernel and part.kernel not in arguments.kernel:

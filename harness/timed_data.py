@@ -1,4 +1,4 @@
-"""What happens to the tensors of a timed call between calls, outside what is timed."""
+"""Operations on the tensors of a timed call between calls, outside the timed interval."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def timed_data(
     grads: Sequence[Sequence[torch.Tensor] | None],
     generator: torch.Generator,
 ) -> timing.Data:
-    """Inputs updated in place are restored; among others a few elements, the first with them, change places. Of a
-    backward alone those are the incoming gradients', since the inputs belong to a forward that has run."""
+    """Restores inputs that are updated in place; in other inputs it permutes a few elements, the first included. For a
+    backward alone it permutes the incoming gradients', since the inputs belong to a forward that has run."""
     former = [{n: inputs[n].clone() for n in case.mutates} for inputs in sets]
 
     def restore(index: int) -> None:

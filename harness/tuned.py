@@ -1,11 +1,11 @@
-"""What `tune` has measured, and whether a kernel's present configuration is among the best of it. Needs no GPU.
+"""Results of `tune`, and whether a kernel's present configuration is among the best of them. Needs no GPU.
 
 reports/<gpu>/tune/<kernel>.json:
 {"schema": 2, "kernel", "gpu", "environments", "rows": [{"kernel", "mode", "case", "function": "pick_fwd_config", "run",
- "implementation": the one in which it was searched, "arguments": [as `pick_*` was called],
+ "implementation": the one in which it was tuned, "arguments": [as `pick_*` was called],
  "column": "cold" | "graph", "picked": {...}, "picked_us",
  "candidates": [{"config": {...}, "median_us": time | null, "reason": why there is none}, ...]}]}
-The configuration that was picked then is among the candidates.
+The configuration that was picked at the time is among the candidates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .reporting import rows_json
 from .reporting.choices import SCHEMA
 from .spec import KernelSpec
 
-#: The picked configuration may be this much slower than the best one measured: about the noise of such a search.
+#: Tolerance by which the picked configuration may be slower than the best one measured: about the noise of a search.
 MARGIN = 0.03
 
 
@@ -32,12 +32,12 @@ def files(root: Path = registry.ROOT) -> list[Path]:
 
 
 def behind(path: Path, spec: KernelSpec) -> list[str]:
-    """Messages for today's configurations that are not among the best by one file; empty where all are."""
+    """Messages for present configurations that are not among the best according to one file; empty if all are."""
     wrong = []
     for row in rows_json.read(path, SCHEMA)["rows"]:
         try:
             verdict = judge(row, pick_today(spec, row))
-        except (TypeError, ValueError) as error:  # its signature is another than when it was measured
+        except (TypeError, ValueError) as error:  # its signature has changed since the measurement
             verdict = f"{row['kernel']} {row['mode']} {row['case']}: {row['function']}: {error}"
         if verdict:
             wrong.append(verdict)
@@ -45,8 +45,8 @@ def behind(path: Path, spec: KernelSpec) -> list[str]:
 
 
 def replay(path: Path, spec: KernelSpec) -> list[dict[str, Any]]:
-    """Writes what is picked today, and its time then, into a file. Returns its rows. ValueError or TypeError where that
-    was not measured."""
+    """Writes the present choice, and its measured time, into a file. Returns its rows. ValueError or TypeError if the
+    choice was not measured."""
     document = rows_json.read(path, SCHEMA)
     for row in document["rows"]:
         row["picked"] = pick_today(spec, row)
@@ -79,7 +79,7 @@ def decode(value: Any) -> Any:
 
 
 def pick_today(spec: KernelSpec, row: Mapping[str, Any]) -> Any:
-    """What the kernel picks now where it picked `row["picked"]` then, as JSON. Needs no GPU: `pick_*` is pure."""
+    """The kernel's present choice where it picked `row["picked"]` at the time, as JSON. `pick_*` is pure: no GPU."""
     for tunable in spec.tunables:
         if (tunable.function, tunable.mode) == (row["function"], row["mode"]):
             return encode(getattr(tunable.module, tunable.function)(*map(decode, row["arguments"])))

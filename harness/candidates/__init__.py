@@ -1,4 +1,4 @@
-"""Your own functions and modules under the harness's checks and clocks. Start at `benchmark.py`."""
+"""Checks and timing by the harness for functions and modules of your own. Start at `benchmark.py`."""
 
 from .baselines import compiled, eager, flash, hugging_face
 from .benchmark import Benchmark, bench

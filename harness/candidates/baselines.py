@@ -1,5 +1,5 @@
-"""What candidates are compared with. Each is made from the benchmark's reference when it is needed, or loaded; what
-cannot be loaded is a row that says why."""
+"""Baselines to compare candidates with. Each is made from the benchmark's reference when it is needed, or loaded; one
+that cannot be loaded becomes a row that says why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Baseline:
-    """`make` turns the reference into what is timed, or returns something else that takes the same arguments. Where it
+    """`make` turns the reference into the timed callable, or returns another one that takes the same arguments. If it
     raises ImportError or `execute.Unavailable`, its rows are skipped with that reason."""
 
     name: str
@@ -25,12 +25,12 @@ class Baseline:
 
 
 def eager() -> Baseline:
-    """The reference as it is."""
+    """The reference unchanged."""
     return Baseline("eager", lambda reference: reference)
 
 
 def compiled(mode: str | None = None) -> Baseline:
-    """The reference under torch.compile, in that mode of it, for fixed shapes."""
+    """The reference under torch.compile in the given mode, for static shapes."""
 
     def make(reference: Callable[..., Any]) -> Callable[..., Any]:
         torch._dynamo.reset()  # a graph of other shapes would make this one's dynamic
@@ -40,8 +40,8 @@ def compiled(mode: str | None = None) -> Baseline:
 
 
 def flash() -> Baseline:
-    """The reference with every `F.scaled_dot_product_attention` in it on the flash backend. PyTorch raises where that
-    does not support a problem."""
+    """The reference with every `F.scaled_dot_product_attention` in it on the flash backend. PyTorch raises if that does
+    not support a problem."""
 
     def make(reference: Callable[..., Any]) -> Callable[..., Any]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -56,8 +56,8 @@ def flash() -> Baseline:
 
 
 def hugging_face(build: Callable[[ModuleType], Callable[..., Any]], name: str = "hugging-face") -> Baseline:
-    """What `build(transformers)` returns: a function, or a module that is given the reference's weights if it has the
-    same. Skipped where `transformers` is not installed."""
+    """The callable that `build(transformers)` returns: a function, or a module that is given the reference's weights if
+    it has the same ones. Skipped if `transformers` is not installed."""
 
     def make(reference: Callable[..., Any]) -> Callable[..., Any]:
         import transformers
@@ -71,7 +71,7 @@ NAMED: dict[str, Callable[[], Baseline]] = {"eager": eager, "compile": compiled,
 
 
 def chosen(baselines: Sequence[str | Baseline]) -> tuple[Baseline, ...]:
-    """Baselines by name or as they are. ValueError for an unknown name, with the known ones."""
+    """Resolves baselines given by name or as objects. ValueError for an unknown name, with the known ones."""
     if unknown := sorted(b for b in baselines if isinstance(b, str) and b not in NAMED):
         known = ", ".join(NAMED)
         raise ValueError(f"unknown baseline {', '.join(map(repr, unknown))}; known: {known}, or a Baseline")
@@ -79,5 +79,5 @@ def chosen(baselines: Sequence[str | Baseline]) -> tuple[Baseline, ...]:
 
 
 def unavailable(error: ImportError) -> execute.Unavailable:
-    """A baseline that cannot be loaded, as a skip."""
+    """The reason to skip a baseline that cannot be loaded."""
     return execute.Unavailable(f"not installed: {error}")

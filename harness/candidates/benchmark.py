@@ -10,9 +10,9 @@
     )
     print(results.get("mine", mode="training").faster_than["eager"])
 
-On a GPU it is timed as every kernel of this project is (`harness/measure/timing.py`): device time, cold, warm and as a
-graph. Without one it is the wall clock's time on the CPU, and the tables say so. A `Benchmark` in a file of your own is
-also what `python -m harness bench --kernel PATH:NAME` takes.
+On a GPU it is timed like every kernel of this project (`harness/measure/timing.py`): device time, cold, warm and as a
+graph. Without one it is wall-clock time on the CPU, and the tables say so. `python -m harness bench --kernel PATH:NAME`
+accepts a `Benchmark` in a file of your own.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ CostOf = Callable[[Inputs, str], Cost]
 
 @dataclass
 class Benchmark:
-    """Candidates, what they are compared with, and on what.
+    """Candidates, their reference and baselines, and the inputs.
 
     name        for tables and records: letters, digits, '.', '_' and '-'
     candidates  name -> function or module
-    inputs      the arguments: a mapping of keyword arguments, a sequence of positional ones, a single tensor, or a
-                function (device, generator) that makes any of these anew, which is best. Given tensors are copied, and
-                the elements of floating-point ones put in another order for each set.
-    cases       in place of `inputs`, several of them: name -> inputs
-    reference   what is right: a function or module with the same arguments. It is called in fp64 too (a module as a
-                copy in fp64), and a candidate whose error against that is more than twice that of the reference in its
-                own dtype is "wrong" and has no time.
-    baselines   "eager" (the reference as it is), "compile", "flash", or a `Baseline` of `harness.candidates`
+    inputs      the arguments: a mapping of keyword arguments, a sequence of positional ones, a single tensor, or
+                (preferably) a function (device, generator) that makes any of these anew. Given tensors are copied, and
+                the elements of floating-point ones are permuted for each set.
+    cases       instead of `inputs`, several of them: name -> inputs
+    reference   defines the correct result: a function or module with the same arguments. It is also called in fp64 (a
+                module as a copy in fp64). A candidate whose error against that is more than twice that of the reference
+                in its own dtype is "wrong" and is not timed.
+    baselines   "eager" (the reference itself), "compile", "flash", or a `Baseline` of `harness.candidates`
     cost        the compulsory work of a call (`harness.roofline.Cost`), or a function of (arguments, mode). By default
                 every input is read once and every output written once, and in training as much again. On a GPU a time
-                that this makes impossible is an error, so declare it where not all of the inputs are read.
+                that this makes impossible is an error, so declare it if not all of the inputs are read.
     modes       "inference": without gradients; "training": one forward and backward, with the gradients of all
-                floating-point inputs and of a module's parameters; "memory": no times, the memory of both. Modes that
-                have times have memory too.
+                floating-point inputs and of a module's parameters; "memory": no times, the memory of both. Modes with
+                times measure memory too.
     tolerance   how far a result may be from the reference (`harness.spec.Tolerance`)
-    items, unit a case's own throughput, for the reports: (arguments without data) -> how many, and of what
+    items, unit the case's throughput in the reports: (arguments without data) -> number of items, and their unit
 
-    A module that has the reference's parameters, by names and shapes, but other values, is copied and given them. What
-    is random, such as dropout in training, cannot be checked: leave it out.
+    A module whose parameters have the reference's names and shapes but other values is copied, and the copy gets the
+    reference's. Random operations, such as dropout in training, cannot be checked: leave them out.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Benchmark:
 
     @property
     def timed(self) -> bool:
-        """Whether there are times to be measured, or memory alone."""
+        """Whether times are measured, or memory alone."""
         return set(self.modes) != {MEMORY}
 
     @cached_property
@@ -113,7 +113,7 @@ class Benchmark:
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     def spec(self) -> KernelSpec:
-        """The declaration that the harness works with. The reference is run once in each case, for its outputs."""
+        """The declaration that the harness works with. The reference runs once in each case, for its outputs."""
         return self._spec
 
     @cached_property
@@ -187,10 +187,10 @@ class Benchmark:
     ) -> Results:
         """Checks and measures everything, prints the tables unless `quiet`, and returns the rows.
 
-        `samples` and `warmup` are numbers of rounds, where the scatter is not to decide them; `quick` takes few. `out`
-        is a folder for the record, which `python -m harness report` and `compare` read; memory alone has none. Raises
-        ValueError for numbers below 1 and 0, and what the reference or the inputs raise; what a candidate or a baseline
-        raises is in its row.
+        `samples` and `warmup` fix the numbers of rounds, which otherwise depend on the scatter; `quick` uses few. `out`
+        is a folder for the record, which `python -m harness report` and `compare` read; there is none for memory alone.
+        Raises ValueError for `samples` below 1 or `warmup` below 0, and propagates exceptions of the reference and the
+        inputs; exceptions of a candidate or a baseline are in its row.
         """
         arguments = argparse.Namespace(
             gpu="auto", quick=quick, timer="auto", case=None, mode=None, impl=None, host="no", host_compiled=False,
@@ -227,7 +227,7 @@ def run_into(
 
 
 def without_times(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of which the memory alone was asked for."""
+    """A row reduced to its memory, for when nothing else was requested."""
     return {**row, "columns": {}, "ratios": {}, "noise": None, "headline": None}
 
 
@@ -253,8 +253,8 @@ def bench(
     out: Path | str | None = None,
     quiet: bool = False,
 ) -> Results:
-    """A `Benchmark` of these arguments, run at once (`Benchmark.run`); both say what the arguments are and what is
-    raised."""
+    """Makes a `Benchmark` of these arguments and runs it at once (`Benchmark.run`); both document the arguments and the
+    exceptions."""
     benchmark = Benchmark(
         name, candidates, reference, inputs, cases or {}, baselines, cost, modes, tolerance, device=device
     )

@@ -1,8 +1,8 @@
 """A function or module as an op of a `KernelSpec`: keyword arguments in, plain tensors out.
 
 In training a call is one forward and one backward: the gradients of all floating-point inputs and of a module's
-parameters are computed. They are returned behind the outputs, so that they are checked as these are; those of
-parameters where every candidate and the reference have parameters of the same names.
+parameters are computed. They are returned after the outputs, so that they are checked like these. Gradients of
+parameters are returned if every candidate and the reference have parameters of the same names.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-TRAINING = "training"  # the argument that says so
+TRAINING = "training"  # name of the argument that selects it
 INCOMING = "incoming gradient {}"
 
 
 @dataclass
 class Call:
-    """`fn` with arguments by name: those called "0", "1", … are positional. `parameters` are the names of those whose
+    """`fn` with arguments by name: those named "0", "1", … are positional. `parameters` names the parameters whose
     gradients are returned."""
 
     fn: Callable[..., Any]
@@ -42,7 +42,7 @@ class Call:
         by_name = dict(zip([*wrt, *named], grads, strict=False))
         chosen = [(by_name.get(name), leaf) for name, leaf in wrt.items()]
         chosen += [(by_name.get(name), named[name]) for name in self.parameters if name in named]
-        # The gradient of what the result does not depend on is 0.
+        # The gradient of a tensor that the result does not depend on is 0.
         return (
             *(t.detach() for t in results),
             *(torch.zeros_like(leaf) if grad is None else grad for grad, leaf in chosen),
@@ -54,7 +54,7 @@ class Call:
         return fn(*positional, **{name: value for name, value in inputs.items() if not name.isdecimal()})
 
     def _module(self, inputs: Mapping[str, Any]) -> nn.Module:
-        """The module, or a copy of it in fp64 where the inputs are: that is the oracle."""
+        """The module, or a copy of it in fp64 if the inputs are fp64: that is the oracle."""
         assert isinstance(self.fn, nn.Module)
         wide = any(t.dtype == torch.float64 for _, t in differentiable(inputs))
         own = next((p.dtype for p in self.fn.parameters() if p.is_floating_point()), torch.float64)
@@ -66,15 +66,15 @@ class Call:
 
 
 def differentiable(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The floating-point tensors among some arguments."""
+    """Yields the floating-point tensors among some arguments."""
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             yield name, value
 
 
 def tensors(result: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a result: one, a sequence, a mapping such as a Hugging Face model's output; nested ones too. What
-    is no tensor is left out."""
+    """Yields the tensors of a result: a tensor, a sequence, or a mapping such as a Hugging Face model's output, also
+    nested. Everything else is ignored."""
     if isinstance(result, torch.Tensor):
         yield result
     elif isinstance(result, Mapping):
@@ -86,13 +86,13 @@ def tensors(result: Any) -> Iterator[torch.Tensor]:
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Its parameters that have a gradient; those of a compiled module by their names before that."""
+    """The module's parameters that require gradients; those of a compiled module by their original names."""
     return {n.removeprefix("_orig_mod."): p for n, p in module.named_parameters() if p.requires_grad}
 
 
 def with_weights_of(fn: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """A module whose state has the reference's names and shapes, with its values: a copy, unless it has them already.
-    Anything else as it is."""
+    """A module whose state has the reference's names and shapes, with the reference's values: a copy, unless it has
+    them already. Anything else is returned unchanged."""
     if not (isinstance(fn, nn.Module) and isinstance(reference, nn.Module)) or fn is reference:
         return fn
     mine, theirs = fn.state_dict(), reference.state_dict()

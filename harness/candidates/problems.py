@@ -19,7 +19,7 @@ Source = Arguments | Callable[[torch.device, "torch.Generator | None"], Argument
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the reference returns for a problem: shapes and dtypes, and which of them have a gradient."""
+    """The shapes and dtypes of the reference's outputs for a problem, and which of them have a gradient."""
 
     shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -31,11 +31,11 @@ class Outputs:
 
 
 def made(source: Source, device: torch.device, generator: torch.Generator | None) -> Inputs:
-    """Fresh arguments by name, positional ones as "0", "1", …
+    """Makes fresh arguments by name, positional ones as "0", "1", …
 
-    From a function: what it makes. From tensors: copies on the device, the elements of floating-point ones in another
-    order each time, so that the checks see different contents of the same distribution.
-    Raises TypeError for anything else, and ValueError where there is no tensor.
+    From a function: what it returns. From tensors: copies on the device, with the elements of floating-point ones
+    permuted differently each time, so that the checks see different contents of the same distribution.
+    Raises TypeError for anything else, and ValueError if there is no tensor.
     """
     arguments = source(device, generator) if callable(source) else source
     if isinstance(arguments, torch.Tensor):
@@ -74,13 +74,13 @@ class Problem:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every dimension of every tensor, by its argument: "x.0"."""
+        """Every dimension of every tensor, named by its argument: "x.0"."""
         found = ((name, value.shape) for name, value in self.sample.items() if isinstance(value, torch.Tensor))
         return {f"{name}.{place}": size for name, shape in found for place, size in enumerate(shape)}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first floating-point tensor."""
+        """The dtype of the first floating-point tensor."""
         return next((tensor.dtype for _, tensor in differentiable(self.sample)), torch.float32)
 
     def inputs(self, device: torch.device, generator: torch.Generator | None, training: bool) -> Inputs:
@@ -103,7 +103,7 @@ def described(source: Source, reference: Call, device: torch.device) -> Problem:
 
 
 def incoming(outputs: Outputs, device: torch.device, generator: torch.Generator | None) -> Inputs:
-    """A gradient for each output that has one: standard normal; 1 of a scalar, as `loss.backward()` has it."""
+    """A gradient for each output that has one: standard normal; 1 for a scalar, as in `loss.backward()`."""
     found: Inputs = {}
     for place, (shape, dtype, wanted) in enumerate(
         zip(outputs.shapes, outputs.dtypes, outputs.differentiable, strict=True)
@@ -116,7 +116,7 @@ def incoming(outputs: Outputs, device: torch.device, generator: torch.Generator 
 
 
 def least_cost(problem: Problem, training: bool) -> Cost:
-    """Where none is declared: every input read once, every output written once; in training as much again, for their
+    """The default cost: every input read once, every output written once; in training as much again, for their
     gradients. No FLOPs."""
     moved = problem.outputs.bytes + sum(t.nbytes for t in problem.sample.values() if isinstance(t, torch.Tensor))
     return Cost(0, 2 * moved if training else moved)

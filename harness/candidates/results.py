@@ -1,4 +1,4 @@
-"""What a benchmark returns: a row for each candidate and baseline in each case and mode."""
+"""The results of a benchmark: a row for each candidate and baseline in each case and mode."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from .. import record
 from ..reporting import console
 
-#: modes of the record by the words of this interface
+#: modes of the record -> modes of this interface
 WORDS = {"fwd": "inference", "train": "training"}
 SUFFIX = "-training"
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of the samples of one call's time, in µs. `ci95_us` is the interval of the median. `timer` says what was
-    measured: "events", "graph" and "cupti" are device time, "wall" is wall-clock time on a CPU."""
+    """Statistics of the samples of one call's time, in µs. `ci95_us` is the interval of the median. `timer` says what
+    was measured: "events", "graph" and "cupti" are device time, "wall" is wall-clock time on a CPU."""
 
     timer: str
     n: int
@@ -46,9 +46,9 @@ class Result:
     """One candidate or baseline in one case and mode ("inference" or "training").
 
     `status` is "ok", "skipped", "wrong", "error", "oom" or "over-roofline", and `reason` says why it is not "ok".
-    `statistics` is None where nothing was timed. `faster_than` has a ratio for each other one that was timed. `error`
-    is the largest error against the reference in fp64, None for the reference itself. Bytes are None where they were
-    not measured. `row` is the row of the record.
+    `statistics` is None if nothing was timed. `faster_than` has a ratio for each other implementation that was timed.
+    `error` is the largest error against the reference in fp64, None for the reference itself. Bytes are None if they
+    were not measured. `row` is the row of the record.
     """
 
     case: str
@@ -81,7 +81,7 @@ class Results:
         return len(self.rows)
 
     def get(self, name: str, *, case: str | None = None, mode: str | None = None) -> Result:
-        """The first row of that name, and of that case and mode where they are given. KeyError if there is none."""
+        """The first row of that name, and of that case and mode if given. KeyError if there is none."""
         for row in self.rows:
             if row.name == name and case in (None, row.case) and mode in (None, row.mode):
                 return row
@@ -99,11 +99,11 @@ class Results:
         return console.lines(self.title, [row.row for row in self.rows], self.against)
 
     def show(self) -> None:
-        """Prints them."""
+        """Prints the tables of `lines`."""
         console.show(self.title, [row.row for row in self.rows], self.against)
 
     def to_json(self) -> str:
-        """The rows of the record, with all samples."""
+        """The rows of the record, with all samples, as JSON."""
         return json.dumps(json.loads(record.dumps({"title": self.title, "rows": [dict(r.row) for r in self.rows]})))
 
 

@@ -1,8 +1,8 @@
 """The bench: check, time, compare with peers and roofline, record.
 
-One *group* is a case in a mode: all its implementations are checked against the oracle, timed interleaved on the same
+One *group* is a case in a mode. All its implementations are checked against the oracle, timed interleaved on the same
 inputs, and written to the record before the next group begins. An error in one group or implementation does not lose
-earlier results, and one that costs the process goes on in another (`harness/renewal.py`).
+earlier results. After one that ends the process, another process continues (`harness/renewal.py`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from ..timed_data import timed_data
 from . import calibrate
 
 SUSTAINED_SECONDS = 1.0
-#: A call whose roofline is longer is made few times: one set of inputs, which no cache holds, none for the growth of
-#: memory or a sustained figure. The host's time to its first launch is nothing, so no round is held back.
+#: A call whose floor is longer than this is made only a few times: with one set of inputs, which no cache holds, and
+#: without memory growth or a sustained figure. Host time before its first launch is negligible, so the stream is not
+#: blocked for a round.
 LONG_SECONDS = 1.0
 STUCK_SECONDS = 120.0
 
@@ -101,7 +102,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--minutes", type=float, metavar="M", help="with --jobs: no longer; finished rows are kept")
 
 
-#: What stands for "not given", of the options that some mode ignores.
+#: Values that mean "not given", for options that some modes ignore.
 NOT_GIVEN: dict[str, object] = {
     "suite": None,
     "timer": "auto",
@@ -177,7 +178,7 @@ def _benched(
     out: Path,
     suite: suites.Suite | None,
 ) -> int:
-    """Every kernel into its record, with its tables, and a suite's summary. Returns how many rows of our own failed."""
+    """Benches every kernel into its record, with its tables, and a suite's summary. Returns the failed rows of ours."""
     failures = 0
     for selection in selections:
         path = out / "records" / f"{selection.spec.name}.jsonl"
@@ -186,7 +187,7 @@ def _benched(
             rows = [row.data for row in record.load(path).newest() if not row.host]
             usual = (*selection.spec.pytorch, EAGER.name)
             against = next((name for name in usual if name in selection.implementations), None)
-            if rows:  # not with --host only
+            if rows:  # empty with --host only
                 console.show(selection.spec.name, rows, against)
     if suite is not None:
         measured = [row for row in record.load(out).rows if not row.host]
@@ -198,7 +199,7 @@ def _benched(
 
 
 class Interrupt:
-    """Makes sure that Ctrl-C takes effect: Python prints and ignores a KeyboardInterrupt raised in a destructor or
+    """Ensures that Ctrl-C takes effect: Python prints and ignores a KeyboardInterrupt raised in a destructor or
     weak-reference callback. `raise_if_lost` raises it again."""
 
     def __init__(self) -> None:
@@ -222,12 +223,12 @@ class Interrupt:
 
 @dataclass
 class Session:
-    """What all kernels of one call share: the device, its ceilings and the clock."""
+    """State that all kernels of one invocation share: the device, its ceilings and the clock."""
 
     device: torch.device
     arguments: argparse.Namespace
     journal: renewal.Journal = field(default_factory=renewal.Journal)
-    every_ratio: bool = False  # of peers' rows too, not of ours alone
+    every_ratio: bool = False  # also for peers' rows, not for ours alone
 
     def __post_init__(self) -> None:
         self.turns = Turns(getattr(self.arguments, "turns", None), self.device)
@@ -242,7 +243,7 @@ class Session:
         self.turns.give()
 
     def bench(self, selection: options.Selection, path: Path) -> int:
-        """All groups of one kernel into its record. Returns how many rows of our own failed."""
+        """Benches all groups of one kernel into its record. Returns how many rows of our own failed."""
         spec, run_id, journal = selection.spec, record.new_run_id(), self.journal
         finished = record.Finished()
         if self.arguments.resume or journal.renewed:
@@ -302,7 +303,7 @@ class Session:
         return failures
 
     def _host(self, selection: options.Selection, write: Callable[..., None]) -> int:
-        """Host time of every implementation into the record. Returns how many of our own failed."""
+        """Measures host time of every implementation into the record. Returns how many of our own failed."""
         failures = 0
         a, begin = self.arguments, partial(self.journal.begin, selection.spec.name)
         self.turns.begin()
@@ -341,12 +342,12 @@ class Group:
         self.yardsticks = {
             b.name: b.cost(self.case, self.mode) for b in self.spec.baselines if isinstance(b, Yardstick)
         }
-        self.seconds: dict[str, float] = {}  # of the host's time, by what it went to
+        self.seconds: dict[str, float] = {}  # host time by stage
         self.done: dict[str, dict[str, Any]] = {}
         self.verdicts: dict[str, Verdict] = {}
-        self.configurations: dict[str, dict[str, str]] = {}  # of peers that do not run as they should
+        self.configurations: dict[str, dict[str, str]] = {}  # fallback configurations of peers that needed one
         self.memory = Memory()
-        self.restore: Callable[[], object] = lambda: None  # of the first set of inputs what is updated in place
+        self.restore: Callable[[], object] = lambda: None  # restores what is updated in place in the first inputs
 
     def crashed(self) -> list[dict[str, Any]]:
         """The rows of a group in which an earlier process died."""
@@ -368,7 +369,7 @@ class Group:
             self._close_all("crashed", str(error))
         except (torch.cuda.OutOfMemoryError, torch.AcceleratorError) as error:
             if not execute.out_of_memory(error):
-                # After any other error of CUDA the context is lost, and with it every later group of this process.
+                # After any other CUDA error the context is lost, and with it all later groups in this process.
                 self.session.journal.lost(execute.first_line(error))
             self._close_all("oom" if execute.out_of_memory(error) else "error", execute.first_line(error))
         finally:
@@ -378,14 +379,14 @@ class Group:
         return [self.done[n] for n in self.selection.implementations]
 
     def spent(self) -> str:
-        """What took how many seconds of the host's time, and how many of them the GPU was ours."""
+        """Host time by stage in seconds, and for how long this bench held the GPU."""
         turns = self.session.turns
         return spent_on(self.seconds) + (f"; {turns.had:.1f} with the GPU" if turns.shared else "")
 
     def _import(self) -> None:
-        """Loads peers once already, since imports take seconds for which the GPU is not needed."""
+        """Loads peers once in advance, since imports take seconds for which the GPU is not needed."""
         for name in self.selection.implementations:
-            with suppress(Exception):  # is met again, and reported, when it is the peer's turn
+            with suppress(Exception):  # it recurs, and is reported, when the peer is measured
                 self._begin(name)
                 execute.load(self.spec, name, self.case, self.mode)
 
@@ -394,12 +395,12 @@ class Group:
             self.done.setdefault(name, self._row(name, status, reason))
 
     def _begin(self, name: str | None) -> None:
-        """Says that an implementation is next, or None: all of them. Raises Crashed where a process died of that."""
+        """Notes that an implementation is next, or None: all of them. Raises Crashed if it ended an earlier process."""
         self.session.journal.begin(self.spec.name, self.case.name, self.mode, name)
 
     def _measure(self) -> None:
         self._begin(None)
-        torch._dynamo.reset()  # graphs of other cases would make this one's dynamic, or be too many to compile any more
+        torch._dynamo.reset()  # graphs of other cases would make shapes dynamic, or exceed the recompile limit
         device, clock = self.session.device, self.session.clock
         generator = torch.Generator(device).manual_seed(torch.seed() % 2**63)
         free = torch.cuda.mem_get_info(device)[0]
@@ -432,7 +433,7 @@ class Group:
                     self._check(name, fn, inputs[0], grads[0], seed=1)
                 if name not in self.done:
                     ready[name] = fn
-        # What the checks leave in PyTorch's cache would be lacking under the gate, where giving it back cannot wait.
+        # Memory that the checks leave in PyTorch's cache would be missing under the gate, where it cannot be released.
         gc.collect()
         torch.cuda.empty_cache()
         with memory.only_new_garbage():
@@ -445,7 +446,7 @@ class Group:
         grads: Sequence[Sequence[torch.Tensor] | None],
         data: timing.Data,
     ) -> None:
-        """Times and describes those that are right, and checks ours once more."""
+        """Times and describes the implementations that are correct, and checks ours once more."""
         clock, long = self.session.clock, self._long()
 
         def contender(name: str, fn: execute.Op) -> timing.Contender:
@@ -461,7 +462,7 @@ class Group:
                 self._begin(None)
                 with self._stage("timing"):
                     measurement = clock.measure(contenders, self._timer(), len(inputs), data, held=not long)
-                memory.make_room(clock.device)  # of the graphs, before what is measured call by call
+                memory.make_room(clock.device)  # of the graphs, before the columns that are measured call by call
             except timing.ContenderFailed as failed:
                 name = failed.name.removesuffix(timing.AA)
                 with self._guarded(name):
@@ -483,18 +484,18 @@ class Group:
         return roofline.floor_seconds(self.cost, self.session.ceilings).seconds > LONG_SECONDS
 
     def _timer(self) -> str:
-        """--timer, or what the SPEC says of calls that are not of seconds."""
+        """--timer, or what the SPEC says unless calls take seconds."""
         asked: str = self.session.arguments.timer
         return "graph" if asked == "auto" and self.spec.captured and not self._long() else asked
 
     def _once(self, name: str) -> None:
-        """Raises Unavailable where an implementation is another one once more."""
+        """Raises Unavailable if an implementation does not support the case or is an alias of another one there."""
         if name in self.spec.implementations and (reason := self.spec.skip_reason(name, self.case, self.mode)):
             raise execute.Unavailable(reason)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """Adds the time that passes to that of the stage, or to that of waiting for others that use the GPU."""
+        """Adds the elapsed time to that of the stage, less the time of waiting for others that use the GPU."""
         start, waited = time.perf_counter(), self.session.turns.waited
         try:
             yield
@@ -505,7 +506,7 @@ class Group:
 
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
-        """Turns what goes wrong with one implementation into its row."""
+        """Turns a failure of one implementation into its row."""
         try:
             yield
         except execute.Unavailable as error:
@@ -514,7 +515,7 @@ class Group:
             self.done[name] = self._row(name, "wrong", str(error))
         except renewal.Crashed as error:
             self.done[name] = self._row(name, "crashed", str(error))
-        except Exception as error:  # a peer may raise anything; its row says what
+        except Exception as error:  # a peer may raise anything; its row reports it
             if execute.out_of_memory(error):
                 self.done[name] = self._row(name, "oom", execute.first_line(error))
                 gc.collect()
@@ -533,7 +534,7 @@ class Group:
         seed: int,
         timed: bool = False,
     ) -> None:
-        """Right, on the timed inputs? Ours must be; a peer that is not gets a warning beside its time."""
+        """Checks the results on the timed inputs. Ours must be correct; a peer that is not gets a warning."""
         if name in FROM_REFERENCE or name in self.yardsticks:  # the reference itself, or another op
             return
         ours = name in self.spec.implementations
@@ -559,7 +560,7 @@ class Group:
         contender: timing.Contender,
         measurement: timing.Measurement,
     ) -> None:
-        """The row of an implementation that was timed."""
+        """Makes the row of an implementation that was timed."""
         columns, timer = measurement.columns[name], self._timer()
         ours = next((n for n in self.spec.implementations if n in measurement.columns), name)
         headline = measurement.headline(ours, timer)
@@ -602,8 +603,8 @@ class Group:
         }
 
     def _add_stages(self, name: str) -> None:
-        """To the row, microseconds by stage, where the SPEC has any. What goes wrong there is a warning: the times are
-        measured."""
+        """Adds microseconds by stage to the row, where the SPEC has stages. A failure there is only a warning, since
+        the times are measured."""
         row = self.done[name]
         try:
             found = self.spec.stages(name, self.case, self.mode, self.session.device)

@@ -1,7 +1,7 @@
-"""`python -m harness build`: every JIT kernel of every SPEC, compiled ahead of time; needs no GPU.
+"""`python -m harness build`: compiles every JIT kernel of every SPEC ahead of time; needs no GPU.
 
-The work is done in worker processes, each for some pairs of kernel and target, because the interpreter of Triton, which
-tests run in, is chosen when Triton is imported: a worker always starts without it, and sees no GPU.
+Worker processes do this, each for some pairs of kernel and target. Whether Triton's interpreter, in which tests run, is
+used is decided when Triton is imported: a worker always starts without it, and sees no GPU.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _selections(arguments: argparse.Namespace) -> list[options.Selection]:
 
 
 def merge(spec: KernelSpec, outcomes: Iterable[Outcome]) -> build_report.Built:
-    """The results of all targets for one kernel, as its file has them."""
+    """Merges the results of all targets for one kernel, in the form of its file."""
     mine = [outcome for outcome in outcomes if outcome.kernel == spec.name]
     return build_report.built(
         spec.name,
@@ -96,7 +96,7 @@ def run_workers(pairs: Sequence[Pair], arguments: argparse.Namespace) -> list[Ou
                 outcomes += _collect(worker.wait(), share, file)
         finally:
             for worker in workers:
-                worker.kill()  # on Ctrl-C; one that has ended does not mind
+                worker.kill()  # on Ctrl-C; no effect on one that has ended
                 worker.wait()
     return outcomes
 
@@ -123,7 +123,7 @@ def _collect(code: int, share: Sequence[Pair], file: Path) -> list[Outcome]:
 
 
 def _work(arguments: argparse.Namespace) -> int:
-    """A worker: compiles its pairs one after the other and writes the results to the file named."""
+    """Runs a worker: compiles its pairs one after the other and writes the results to the given file."""
     outcomes = []
     for kernel, capability in map(_parse_pair, arguments.pair):
         arguments.kernel = [kernel]

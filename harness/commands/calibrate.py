@@ -1,8 +1,8 @@
 """Measures the ceilings of this GPU, on random data: the bandwidth of a copy, of a read and of two reads and a write,
-and the rate of plain matrix products, in fp8 with fast accumulation.
+and the rate of plain GEMMs, in fp8 with fast accumulation.
 
-No program reaches the datasheet's figures, so a percentage of them says little about a kernel. With --gpus N
-also the rates of the links between that many GPUs of this host, by engine, direction and size.
+No program reaches the data sheet's figures, so a percentage of them says little about a kernel. With --gpus N it also
+measures the rates of the links between that many GPUs of this host, by engine, direction and size.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def measure(device: torch.device) -> dict[str, Any]:
-    """`ceilings.measured` of a record: the bandwidths of `roofline.BANDWIDTHS` in bytes per second, reads and writes
-    counted, and flops by pipe, the best median over the sizes tried."""
+    """`ceilings.measured` of a record: the bandwidths of `roofline.BANDWIDTHS` in bytes per second (reads plus writes),
+    and FLOP/s by pipe, the best median over the sizes tried."""
     free = torch.cuda.mem_get_info(device)[0]
     size = min(COPY_BYTES, free // 4)
     source, other = (
@@ -68,7 +68,7 @@ def measure(device: torch.device) -> dict[str, Any]:
 
 
 def ceilings(measured: dict[str, Any]) -> roofline.Ceilings:
-    """The measured ceilings as the roofline takes them."""
+    """Converts the measured ceilings to the roofline's."""
     found = roofline.Ceilings.from_record(measured, "measured")
     assert found is not None
     return found
@@ -80,7 +80,7 @@ def _pipes(device: torch.device) -> list[str]:
 
 
 def _gemm_rate(device: torch.device, pipe: str, n: int) -> float:
-    """FLOP/s of an n×n×n product through PyTorch."""
+    """FLOP/s of an n×n×n GEMM through PyTorch."""
     dtype = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}.get(pipe, torch.bfloat16)
     a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
     if pipe == "fp8":

@@ -1,9 +1,9 @@
 """`check`: every implementation of every kernel against its oracle, from the declarations in SPEC alone.
 
-`plan` lists what is checked, `run` makes one check, and tests/test_specs.py makes a test of each. The checks are in
-`battery` (numbers, determinism, layouts), `isolation` (calls that disturb others), `special_values`, `fuzz` (sizes),
-`refusal` (bad input), `integration` (torch.library, torch.compile, CUDA graphs, streams, devices) and `unmapped` (reads
-outside of tensors); the criterion for a tensor is in `accuracy`; `bench` calls `verify`.
+`plan` lists the checks, `run` makes one check, and tests/test_specs.py turns each into a test. The checks are in
+`battery` (values, determinism, layouts), `isolation` (calls that disturb others), `special_values`, `fuzz` (sizes),
+`refusal` (bad input), `integration` (torch.library, torch.compile, CUDA graphs, streams, devices) and `unmapped`
+(out-of-bounds reads). The criterion for a tensor is in `accuracy`; `bench` calls `verify`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from ..spec import WHOLE, WITHOUT_AUTOGRAD, Case, KernelSpec
 
 __all__ = ["CHECKS", "Item", "Outcome", "Verdict", "configure", "main", "plan", "run", "verify"]
 
-# The interpreter takes a millisecond or so for each operation of each program.
+# The interpreter takes about a millisecond for each operation of each program.
 CPU_BYTES, CPU_DIM = 2 << 20, 24
 
 
 @dataclass(frozen=True)
 class Check:
-    """`scope` says on which cases a check is made:
+    """A check function, and on which cases, modes and devices it runs. `scope` says on which cases:
 
     every      all of them
     kind       one for each dtype and set of parameters
     structure  one for each dtype and set of tensors
 
-    `gpu_scope` replaces it on a GPU; "kind" and "structure" take cases that are not benched, and in the interpreter
-    shrink them to CPU_DIM. `any_dtype`: on a CPU, where it takes seconds, one dtype stands for all; on a GPU
-    none does. `both`: forward and backward on their own, else in the fullest mode alone, in which the outputs
+    `gpu_scope` replaces it on a GPU. "kind" and "structure" use cases with bench=False, and in the interpreter shrink
+    them to CPU_DIM. `any_dtype`: on a CPU, where the check takes seconds, one dtype represents all; on a GPU each dtype
+    is checked. `both`: forward and backward are checked separately; otherwise only the fullest mode is, in which the
+    outputs are checked together with the gradients. `device`: "cuda" if the check needs a GPU.
     are checked together with the gradients. `device`: "cuda" where it needs a GPU.
     """
 
@@ -71,16 +72,16 @@ CHECKS: dict[str, Check] = {
     "stream": Check(integration.stream, "kind", both=True, device="cuda"),
     "graph": Check(integration.graph, "kind", both=True, device="cuda"),
     "device": Check(integration.second_device, "kind", device="cuda"),
-    "unmapped": Check(unmapped.unmapped, "kind", device="cuda"),  # last, as a fault fails what follows
+    "unmapped": Check(unmapped.unmapped, "kind", device="cuda"),  # last, since a fault makes all later checks fail
 }
 
-# The others are about the tensors of one op: a training step is made of ops to which they are put by themselves.
+# The other checks concern the tensors of one op: the ops of a training step are checked by themselves.
 OF_A_TRAINING_STEP = ("accuracy", "replay", "repeat", "refusal", "stream", "graph", "device")
 
 
 @dataclass(frozen=True)
 class Item:
-    """One check of one implementation on one case; `skip` is the reason for which it is not made on this device."""
+    """One check of one implementation on one case; `skip` is the reason why it is not made on this device."""
 
     spec: KernelSpec
     implementation: str
@@ -96,7 +97,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an item went: `status` is pass, fail or skip; `cause` is one of `accuracy.CAUSES` when it failed."""
+    """The result of an item: `status` is pass, fail or skip; `cause` is one of `accuracy.CAUSES` when it failed."""
 
     item: Item
     status: str
@@ -113,7 +114,7 @@ def plan(
     modes: Sequence[str] | None = None,
     implementations: Sequence[str] | None = None,
 ) -> list[Item]:
-    """What is checked, in order: the cheap checks and those that find most come first."""
+    """Lists the checks in order: the cheap ones and those that find most come first."""
     cases = spec.cases if cases is None else cases
     whole = tuple(m for m in WHOLE if m in spec.modes)
     phases = whole if set(spec.modes) <= set(WHOLE) else (("fwd", "bwd") if spec.grads else ("fwd",)) + whole
@@ -134,7 +135,7 @@ def plan(
 
 
 def _cases(spec: KernelSpec, cases: Sequence[Case], check: Check, device: str) -> Iterator[tuple[Case, str | None]]:
-    """The cases that a check is made on, with the reason why not; those outside its scope are left out."""
+    """Yields the cases on which a check is made, each with a reason to skip it or None; others are out of its scope."""
     on_gpu = device.startswith("cuda")
     needs_gpu = "needs a GPU" if check.device == "cuda" and not on_gpu else None
     scope = check.gpu_scope or check.scope if on_gpu else check.scope
@@ -150,13 +151,13 @@ def _cases(spec: KernelSpec, cases: Sequence[Case], check: Check, device: str) -
         groups.setdefault((dtype, case.mutates, case.world_size, key), []).append(small)
     for group in groups.values():
         group = [case for case in group if unable(spec, case, device) is None] or group
-        # The first that has rows and columns to get wrong: authors put the plain cases first.
+        # The first case that has rows and columns to get wrong: authors put the plain cases first.
         best = next((case for case in group if min(case.dims.values()) > 1), group[0])
         yield best, needs_gpu or unable(spec, best, device)
 
 
 def shrunk(spec: KernelSpec, case: Case) -> Case:
-    """The case with each dimension cut to CPU_DIM, or as near to it as SPEC.fuzz allows."""
+    """The case with each dimension reduced to CPU_DIM, or as close to it as SPEC.fuzz allows."""
     wanted = {d: min(n, max(CPU_DIM, spec.fuzz[d][0])) for d, n in case.dims.items() if d in spec.fuzz}
     return case if wanted == {d: case.dims[d] for d in wanted} else fuzz.resized(case, wanted, "small")
 
@@ -188,7 +189,7 @@ def _bytes(spec: KernelSpec, case: Case) -> int:
 
 
 def run(item: Item, device: str, seed: int = 0) -> Outcome:
-    """Makes one check. An error in it becomes the outcome and is not raised."""
+    """Makes one check. An exception in it becomes the outcome and is not raised."""
     if item.skip:
         return Outcome(item, "skip", item.skip)
     start = time.perf_counter()
@@ -227,8 +228,8 @@ def main(arguments: argparse.Namespace) -> int:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     device = arguments.device or ("cuda" if torch.cuda.is_available() and not interpreted else "cpu")
     if device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the registry imports any
-        torch.set_num_threads(1)  # the interpreter is serial, and a pool makes small tensors slower
+        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: set it before any is imported
+        torch.set_num_threads(1)  # the interpreter is serial, and a thread pool makes small tensors slower
     counts, skipped = dict.fromkeys(("pass", "fail", "skip"), 0), Counter[str]()
     print(f"checks on {device}, seed {arguments.seed}")
     print(f"{'':4}  {'kernel.mode.case.implementation-check':64}  {'s':>6}  reason")

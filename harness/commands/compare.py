@@ -1,14 +1,14 @@
 """`compare`: two sets of records, row by row: FASTER, SAME, SLOWER or UNSURE (`verdicts` has the rule).
 
 Differences between the two machines are printed first, since they may explain more than a change of a kernel. Where
-both sides have measured a baseline such as eager, the change relative to it stands beside the verdict: if the clocks
-were lower that day, everything is slower but that ratio has not moved. The verdict itself is about time.
+both sides have measured a baseline such as eager, the change relative to it is shown beside the verdict: if clocks were
+lower on one side, everything is slower there but that ratio has not changed. The verdict itself is about time.
 
-Exit codes: 0 nothing that `--fail-on` names was found, 1 something was, 2 misuse, 3 a record that cannot be read. By
-default it names `slower`, to which a row belongs that was measured before and fails now.
+Exit codes: 0 nothing that `--fail-on` names was found, 1 something was, 2 misuse, 3 a record that cannot be read. The
+default is `slower`, which includes a row that was measured before and fails now.
 
-With `--relative PEER` rows are judged by their time over PEER's of the same run, so that a slower machine is not a
-slower kernel; a row without that peer on both sides is UNSURE.
+With `--relative PEER` rows are compared by their time over PEER's of the same run, so that a slower machine does not
+count as a slower kernel; a row without that peer on both sides is UNSURE.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ..reporting.verdicts import (
 )
 
 FAILED = "FAILED"
-#: what `--fail-on` can name -> the question it asks of a Comparison
+#: name for `--fail-on` -> predicate of a Comparison
 FAIL_ON: dict[str, Callable[[Comparison], bool]] = {
     "slower": lambda found: any(pair.verdict in (SLOWER, FAILED) and not pair.current.host for pair in found.pairs),
     "unsure": lambda found: any(pair.verdict == UNSURE for pair in found.pairs),
@@ -52,11 +52,11 @@ FAIL_ON: dict[str, Callable[[Comparison], bool]] = {
     "host": lambda found: any(pair.verdict in (SLOWER, FAILED) and pair.current.host for pair in found.pairs),
 }
 MEMORY = {"peak": "peak_memory_bytes", "saved for the backward": "saved_bytes"}
-LEAST_GROWTH = 1 << 20  # bytes: less is how an allocator rounds
+LEAST_GROWTH = 1 << 20  # bytes: less is rounding by an allocator
 ORDER = (SLOWER, FAILED, UNSURE, FASTER, SAME)
 BROKEN = ("oom", "error", "wrong", "crashed", "over-roofline")
 
-#: what is compared of the two sides' runs: title -> reader of a run
+#: compared properties of the two sides' runs: title -> function of a run
 FACTS: dict[str, Any] = {
     "GPU": lambda run: run.gpu.get("name"),
     "GPUs": lambda run: run.world_size,
@@ -124,8 +124,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def read(source: str, root: Path = ROOT, option: str = "--baseline") -> Records:
-    """A file, a folder, or what `reports/` held at a git revision, whatever the work tree has. ValueError says what was
-    tried, RecordError which line of which record cannot be read."""
+    """Reads a file, a folder, or the contents of `reports/` at a git revision, whatever the work tree has. ValueError
+    says what was tried, RecordError which line of which record cannot be read."""
     if Path(source).exists():
         return record.load(source)
     found = git.output(root, "rev-parse", "--verify", "--quiet", f"{source}^{{commit}}")
@@ -142,7 +142,7 @@ def read(source: str, root: Path = ROOT, option: str = "--baseline") -> Records:
 
 @dataclass(frozen=True)
 class Pair:
-    """The same thing, measured twice."""
+    """The same row, measured twice."""
 
     baseline: Row
     current: Row
@@ -165,7 +165,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Growth:
-    """Memory of a row that is not what it was, in bytes. `judged`: more by the threshold and by more than a MiB."""
+    """A change of a row's memory, in bytes. `judged`: it grew by more than the threshold and by more than a MiB."""
 
     row: Row
     what: str
@@ -179,7 +179,7 @@ Keyed = dict[tuple[str, ...], Row]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found."""
+    """The result of `compare`."""
 
     pairs: tuple[Pair, ...]
     differences: tuple[tuple[str, str, str], ...]
@@ -206,7 +206,7 @@ class Comparison:
         }
 
     def markdown(self) -> list[str]:
-        """Differences of the machines, the count, the table, what is missing."""
+        """Differences between the machines, the counts, the table, and the missing rows."""
         lines = ["# Comparison", ""]
         if self.differences:
             lines += ["**The two sides were not measured alike:**", ""]
@@ -299,8 +299,8 @@ def compare(
     everything: bool = False,
     relative: str | None = None,
 ) -> Comparison:
-    """Joins the rows of both sides and judges them: by time or, with `relative`, by the time over that peer's.
-    ValueError where nothing is on both, or where that peer is in no row."""
+    """Joins the rows of both sides and compares them: by time or, with `relative`, by the time over that peer's.
+    ValueError if no row is on both sides, or if that peer is in no row."""
     before, after = _by_key(baseline, current)
     shared = [key for key in after if key in before]
     wanted = [key for key in shared if everything or after[key].ours]
@@ -325,7 +325,7 @@ def compare(
 
 
 def _by_peer(pair: Pair, peer: str, threshold: float) -> Pair:
-    """The same rows, judged by the time over that of a peer."""
+    """The same pair, compared by the time over that of a peer."""
     if pair.verdict == FAILED:
         return pair
     if pair.relative is None:
@@ -335,7 +335,7 @@ def _by_peer(pair: Pair, peer: str, threshold: float) -> Pair:
 
 
 def _growths(before: Row, after: Row, threshold: float) -> Iterable[Growth]:
-    """Memory that both sides recorded and that differs by more than rounding."""
+    """Yields memory figures that both sides recorded and that differ by more than rounding."""
     for what, name in MEMORY.items():
         old, new = before.get(name), after.get(name)
         if before.ok and after.ok and old is not None and new is not None and abs(new - old) > LEAST_GROWTH:

@@ -22,7 +22,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def describe(selection: options.Selection) -> str:
-    """The chosen part of one kernel: its modes, implementations and unit, then a line for each case."""
+    """The selected part of one kernel: its modes, implementations and unit, then a line for each case."""
     spec = selection.spec
     width = max(len(case.name) for case in selection.cases)
     ours = [name for name in selection.implementations if name in spec.implementations]
@@ -44,6 +44,6 @@ def describe(selection: options.Selection) -> str:
 
 
 def _needs(spec: KernelSpec, name: str) -> str:
-    """'cuda (sm_90)': an implementation, and the compute capability that it starts at."""
+    """'cuda (sm_90)': an implementation, and the compute capability that it requires."""
     needed = spec.min_capability.get(name)
     return f"{name} (sm_{needed[0]}{needed[1]})" if needed else name

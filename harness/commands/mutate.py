@@ -1,12 +1,12 @@
 """`mutate`: small faults in a kernel's own source, one at a time; how many of them the checks and tests reject.
 
-Results are in reports/mutants, one line a mutant. A run takes up where the last one stopped: what is known is not run
-again unless its function changed, or it survived, is not argued to be equivalent, and the checks changed. Kernels take
-turns, each with its mutants in an order drawn from the seed, so that of each as many are known when time is up. A
-result is written when its mutant ends; --minutes ends a run cleanly, with all that it takes to start it.
-`--machine-code` finds out, without a GPU, which mutants of CUDA C++ do not compile or make the same machine code: no
-run on a GPU then spends time on them. Of the others it finds cases that launch what they change, and `--near` has no
-others checked. `--merge` adds the results of another machine. `--report` writes
+Results are in reports/mutants, one line per mutant. A run continues where the last one stopped: a mutant with a result
+runs again only if its function changed, or if it survived, is not declared equivalent, and the checks changed. Kernels
+alternate, each with its mutants in an order drawn from the seed, so that equally many are known of each when time is
+up. A result is written when its mutant ends; --minutes includes start-up, and ends a run cleanly.
+`--machine-code` determines, without a GPU, which mutants of CUDA C++ do not compile or compile to the same machine
+code: no run on a GPU then spends time on them. For the others it finds cases that launch changed code, and `--near`
+checks only these. `--merge` adds the results of another machine. `--report` writes
 reports/faults.md.
 """
 
@@ -86,7 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0, also where mutants survive: the report lists them. 1 where of a kernel nothing can be said."""
+    """0, also where mutants survive: the report lists them. 1 if some kernel could not be evaluated."""
     end = time.monotonic() + 60 * arguments.minutes
     if arguments.report:
         options.refuse(arguments, arguments.unused_by_report, "--report", *arguments.unused_by_report)
@@ -95,7 +95,7 @@ def main(arguments: argparse.Namespace) -> int:
         options.refuse(arguments, arguments.unused_by_report, "--merge", *arguments.unused_by_report)
         return _merge(arguments.merge, arguments.out)
     for name in names:
-        registry.package(name)  # ValueError for one that is not there
+        registry.package(name)  # ValueError for an unknown name
     if arguments.report:
         target = arguments.out.parent / "faults.md"
         target.write_text(report.page(arguments.out), encoding="utf-8")
@@ -204,7 +204,7 @@ def _merge(source: Path, target: Path) -> int:
 
 
 def _machine_code(names: Sequence[str], arguments: argparse.Namespace) -> int:
-    """Compiles the first --most mutants of each kernel in the order of the seed, as long as there is time."""
+    """Compiles the first --most mutants of each kernel in the order of the seed, while there is time."""
     from ..mutation import machine_code
 
     deadline = time.monotonic() + 60 * arguments.minutes
@@ -259,8 +259,8 @@ def _left(
 def _to_run(
     known: Mapping[str, Any] | None, accepted: Collection[str], argued: bool, arguments: argparse.Namespace
 ) -> bool:
-    """What has no result, or none to the end, and survivors of other checks than those accepted, for which machine code
-    counts that is the same where a quick run launched it; with `again` all survivors and nothing else."""
+    """Whether to run a mutant: if it has no complete result, or survived checks other than those accepted. Machine code
+    that a quick run found to be the same counts for quick runs only. With `again` only survivors run."""
     if known is None or known["status"] in (results.UNFINISHED, results.ERROR):
         return not arguments.again
     if known["status"] == results.SAME:
@@ -269,5 +269,5 @@ def _to_run(
 
 
 def _has_gpu() -> bool:
-    """Without starting CUDA here: it would not matter, but takes seconds."""
+    """Whether there is a GPU, without starting CUDA here: that would do no harm, but takes seconds."""
     return os.environ.get("TRITON_INTERPRET") != "1" and Path("/proc/driver/nvidia/version").exists()

@@ -1,8 +1,8 @@
 """Scaffolds a kernel: a copy of `template/` with the placeholder replaced, and of the parts that it needs. The copy
-passes its tests as it is, so that one starts from working code. Nothing outside its folder is changed.
+passes its tests unchanged, so that one starts from working code. Nothing outside its folder is changed.
 
-In the template a line that ends in `#cuda` is for a kernel with a version in CUDA C++, one that ends in `#triton` for a
-kernel without. `template/cuda/` has the files that only the former gets.
+A template line that ends in `#cuda` is for a kernel with a CUDA C++ version, one that ends in `#triton` for a kernel
+without. The files of `template/cuda/` are only copied for the former.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from . import vendor
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "template"
 PLACEHOLDER = "TEMPLATE"
-LONGEST = 30  # the name stands in tables, file names and NVTX ranges
+LONGEST = 30  # the name appears in tables, file names and NVTX ranges
 SUFFIX = ".in"
 PARTS = ("checks.py", "launch.py")
 CUDA_PARTS = ("cuda_driver.py", "sm90/vectors.cuh")
 OVER_KERNELS = ("info", "nn", "patch", "selftest", "train")
-# A function of that name would hide the module beside it.
+# A function with one of these names would hide the module.
 MODULES = (
     "bench",
     "checks",
@@ -56,7 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def scaffold(name: str, cuda: bool = False) -> Path:
-    """Writes kernels/<name> and returns it. ValueError says what is wrong with the name; nothing is written then."""
+    """Writes kernels/<name> and returns its path. ValueError for an invalid name; nothing is written then."""
     if reason := problem(name):
         raise ValueError(f"cannot make a kernel named {name!r}: {reason}")
     folder = registry.ROOT / "kernels" / name
@@ -65,7 +65,7 @@ def scaffold(name: str, cuda: bool = False) -> Path:
 
 
 def write(name: str, folder: Path, cuda: bool = False) -> None:
-    """The template, under that name, into a folder that is not there yet."""
+    """Writes the template, under that name, into a folder that does not exist yet."""
     folder.mkdir(parents=True)
     sources = [*TEMPLATE.glob(f"*{SUFFIX}"), *((TEMPLATE / "cuda").glob(f"*{SUFFIX}") if cuda else ())]
     for source in sorted(sources):

@@ -1,9 +1,9 @@
-"""`plan`: how long a case would take on many GPUs, and how efficiently, by the model of its SPEC.
+"""`plan`: how long a case would take on many GPUs, and how efficiently, by the performance model of its SPEC.
 
     python -m harness plan --kernel ring_attention --gpus 8 --gpus 64 --seq 1048576
 
-The rates of one GPU's kernel and of its link are those of the committed records of several GPUs, or what --tflops and
---link say. What is printed is a model and no measurement.
+The rates of one GPU's kernel and of its link come from the committed records of several GPUs, or from --tflops and
+--link. The output is a model, not a measurement.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def rows(spec: KernelSpec, case: Case, arguments: argparse.Namespace, flops: float, link: float) -> list[str]:
-    """The table."""
+    """The lines of the table."""
     assert spec.model is not None
     found = []
     for gpus in arguments.gpus or GPUS:
@@ -58,7 +58,7 @@ def rows(spec: KernelSpec, case: Case, arguments: argparse.Namespace, flops: flo
 
 
 def _rates(spec: KernelSpec, case: Case, arguments: argparse.Namespace) -> tuple[Rate, Rate]:
-    """Of the kernel and of the link. ValueError where neither an option nor a record gives one."""
+    """The rates of the kernel and of the link. ValueError if neither an option nor a record gives one."""
     given = {name: getattr(arguments, name) for name in ("tflops", "link")}
     if any(value is not None and value <= 0 for value in given.values()):
         raise ValueError(f"--tflops and --link must be positive, got {given['tflops']} and {given['link']}")
@@ -88,7 +88,7 @@ def _axis(spec: KernelSpec, case: Case) -> tuple[str | None, int]:
 
 
 def _nearest(spec: KernelSpec, length: int | None) -> Case:
-    """The bench case whose length is nearest, the first of several."""
+    """The bench case with the nearest length, the first of several."""
     cases = [case for case in spec.cases if case.bench]
     return min(cases, key=lambda case: abs(math.log(_axis(spec, case)[1] / length))) if length else cases[0]
 

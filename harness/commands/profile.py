@@ -4,8 +4,8 @@ One ncu process per kernel runs this module again as a worker. The worker calls 
 (compilation, library handles, first use of memory), then once inside its NVTX range. Only launches inside a range are
 profiled. In mode bwd the forward ran before the range.
 
-Cases of several GPUs are not for ncu, which replays kernels: with --gpus N every rank runs what the bench times once in
-its NVTX range, under PyTorch's profiler or Nsight Systems.
+Cases of several GPUs cannot run under ncu, which replays kernels: with --gpus N every rank runs once what the bench
+times, in its NVTX range, under PyTorch's profiler or Nsight Systems.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SEED = 20261121
 
 @dataclass(frozen=True)
 class Target:
-    """One thing to profile."""
+    """One implementation in one case and mode, to be profiled."""
 
     spec: KernelSpec
     mode: str
@@ -63,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0, or 1 where something was not profiled that should have been. By default peers are left out: --impl."""
+    """0, or 1 if a target could not be profiled. Peers are included only with --impl."""
     if arguments.gpus > 1:
         return ranks.profile(arguments)
     selections = options.select(arguments)
@@ -97,7 +97,7 @@ def _targets(selection: options.Selection, arguments: argparse.Namespace) -> Ite
 def _profile(
     tool: Path, spec: KernelSpec, targets: Sequence[Target], where: Place, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The rows of one kernel. Where ncu gives nothing at all, every row says why."""
+    """The rows of one kernel. If ncu gives no result at all, every row says why."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = (arguments.keep or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def row(
     statuses: dict[str, list[str]],
     failure: str | None,
 ) -> dict[str, Any]:
-    """One row of the file: what happened, the launches, their sums, and the bytes beside those of the cost."""
+    """One row of the file: status, launches, their sums, and the measured bytes next to those of the cost."""
     status, reason = statuses.get(target.name, ["error", failure or "the worker ended before it came to this"])
     if status == "ok" and not launches:
         status, reason = "error", failure or "no launch inside the range was profiled"
@@ -159,10 +159,10 @@ def _total(launches: Sequence[dict[str, Any]], field: str) -> float | None:
 
 
 def _work(selections: Sequence[options.Selection], where: Place, status: Path) -> int:
-    """Inside ncu: warms up every target, then calls it once in its range. The status of each goes into the file
+    """Runs inside ncu: warms up every target, then calls it once in its range. Writes the status of each to the file
     `status`."""
     statuses: dict[str, tuple[str, str | None]] = {}
-    # A range belongs to a thread, and by default the backward of CUDA tensors has one of its own.
+    # An NVTX range belongs to a thread, and by default the backward of CUDA tensors runs in another one.
     with torch.cuda.device(where.device), torch.autograd.set_multithreading_enabled(False):
         for selection in selections:
             for case, mode in selection.groups():
@@ -196,7 +196,7 @@ def _run(target: Target, device: torch.device) -> tuple[str, str | None]:
             torch.cuda.synchronize()
     except execute.Unavailable as error:
         return "skipped", str(error)
-    except Exception as error:  # a peer may raise anything; the other targets still have their turn
+    except Exception as error:  # a peer may raise anything; the other targets still run
         if execute.out_of_memory(error):
             return "oom", execute.first_line(error)
         return "error", f"{type(error).__name__}: {execute.first_line(error)}"

@@ -1,12 +1,12 @@
 """`report`: Markdown and SVG from the records, and from nothing else.
 
 For every folder of `reports/` that holds records: README.md (summary of all kernels), a page per kernel and one for
-each of its modes, with their charts, and an overview chart. Running it twice writes the same bytes. `--readme` also
-rewrites the blocks between `<!-- report:begin FOLDER -->` and `<!-- report:end -->`: in the top README.md an overview,
-in a kernel's its own table. `--compact` first rewrites the records without redundant data.
+each of its modes, with their charts, and an overview chart. Repeated runs write equal bytes. `--readme` also rewrites
+the blocks between `<!-- report:begin FOLDER -->` and `<!-- report:end -->`: in the top README.md an overview, in a
+kernel's its own table. `--compact` first rewrites the records without redundant data.
 
-Where there are records of more than one card, cards.md sets them side by side; where there are some of two different
-numbers of GPUs, gpus.md has the efficiency over the number. reports/README.md has links to both.
+Records of more than one card are compared in cards.md. If there are records of at least two numbers of GPUs, gpus.md
+shows the efficiency over the number. reports/README.md links to both.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def report_folders(root: Path) -> list[Path]:
 
 
 def write(folder: Path, with_charts: bool = True) -> list[Path]:
-    """The whole report of one GPU. Returns the files written. Charts of kernels that no longer exist are kept."""
+    """Writes the whole report of one GPU. Returns the files written. Charts of removed kernels are kept."""
     records = record.load(folder)
     if not records.rows:
         raise FileNotFoundError(f"the records in {folder} hold no rows: run bench first")
@@ -139,7 +139,7 @@ def write(folder: Path, with_charts: bool = True) -> list[Path]:
 
 
 def _trained(folder: Path, kernel: str, gpu: str, document: dict[str, Any], with_charts: bool) -> list[Path]:
-    """The page of a training and its chart."""
+    """Writes the page of a training and its chart."""
     stem = folder / training.stem(kernel)
     written = [_write_lines(stem.with_suffix(".md"), training.page(kernel, gpu, document))]
     if with_charts:
@@ -149,12 +149,12 @@ def _trained(folder: Path, kernel: str, gpu: str, document: dict[str, Any], with
 
 
 def write_cards(reports: Path) -> list[Path]:
-    """The page of all cards, where there are two to compare, and the link to it. Returns the files written."""
+    """Writes the page that compares cards, if there are two to compare, and its link. Returns the files written."""
     return _joint(reports, cards.STEM, cards.LINK_TEXT, cards_page(reports))
 
 
 def write_over_gpus(reports: Path, with_charts: bool) -> list[Path]:
-    """The page over the number of GPUs with its charts, where there are two numbers. Returns the files written."""
+    """Writes the page over the number of GPUs with charts, if there are two numbers. Returns the files written."""
     found = over_gpus_panels(reports)
     written = _joint(reports, over_gpus.STEM, over_gpus.LINK_TEXT, over_gpus.page(found, with_charts))
     for stem, figure in over_gpus.charts(found).items() if with_charts else ():
@@ -164,13 +164,13 @@ def write_over_gpus(reports: Path, with_charts: bool) -> list[Path]:
 
 
 def over_gpus_panels(reports: Path) -> list[over_gpus.Panel]:
-    """What the records of several GPUs say of each kernel and mode."""
+    """The panels of each kernel and mode from the records of several GPUs."""
     several_of = [folder for folder in report_folders(reports) if _world_size(folder) > 1]
     return over_gpus.panels((folder.name, findings(record.load(folder))) for folder in several_of)
 
 
 def _joint(reports: Path, stem: str, text: str, lines: Sequence[str]) -> list[Path]:
-    """A page of all folders, if it has lines, and the link to it. Returns the files written."""
+    """Writes a page over all folders, if it has lines, and the link to it. Returns the files written."""
     written = [_write_lines(reports / f"{stem}.md", lines)] if lines else []
     readme = reports / "README.md"
     if readme.is_file():
@@ -193,13 +193,13 @@ def cards_page(reports: Path) -> list[str]:
 
 
 def _world_size(folder: Path) -> int:
-    """How many GPUs the records of a folder are of, by the first line of one: all records take seconds to read."""
+    """The number of GPUs of a folder's records, from the first line of one: reading all records takes seconds."""
     with record.files(folder)[0].open(encoding="utf-8") as file:
         return int(json.loads(file.readline() or "{}").get("world_size") or 1)
 
 
 def with_link(text: str, stem: str, said: str, there: bool) -> str:
-    """reports/README.md with the block of a page made anew: a link, or nothing where there is no page."""
+    """reports/README.md with the block of a page replaced: by a link, or by nothing where there is no page."""
     link = f"\n[{stem}.md]({stem}.md) {said}\n\n" if there else ""
     return BLOCK.sub(lambda m: f"{m[1]}{link}<!-- report:end -->" if m["folder"] == stem else m[0], text)
 
@@ -221,7 +221,7 @@ def _draw(folder: Path, gpu: str, kernels: Iterable[str], found: Sequence[Findin
 
 
 def gpus(records: Records) -> str:
-    """'one NVIDIA H200'. ValueError where the records of one folder come from different cards, or from another number
+    """'one NVIDIA H200'. ValueError if the records of one folder come from different cards, or from different numbers
     of them: these cannot be compared."""
     names = dict.fromkeys(run.gpus for run in records.used_runs())
     if len(names) > 1:
@@ -235,7 +235,7 @@ def load(path: Path, schema: int) -> dict[str, Any] | None:
 
 
 def update_readme(text: str, reports: Path, kernel: str | None = None) -> str:
-    """`text` with every marked block made anew from the records of its folder; a folder without records empties it.
+    """`text` with every marked block regenerated from the records of its folder; without records a block is emptied.
 
     The block is that of the top README or, with `kernel`, of that kernel's.
     """
@@ -249,7 +249,7 @@ def update_readme(text: str, reports: Path, kernel: str | None = None) -> str:
 
 
 def readme_block(folder: Path) -> str:
-    """What the README shows of one GPU: the overview chart and a table over all cases. Empty without records."""
+    """The README's block for one GPU: the overview chart and a table over all cases. Empty without records."""
     if not folder.is_dir():
         return ""
     records = record.load(folder)
@@ -281,7 +281,7 @@ def readme_block(folder: Path) -> str:
 
 
 def kernel_block(folder: Path, kernel: str) -> str:
-    """What a kernel's README shows of one GPU: by mode a chart of its peers and a short table. Empty without
+    """A kernel README's block for one GPU: for each mode a chart with its peers and a short table. Empty without
     records."""
     if not (folder / "records" / f"{kernel}.jsonl").is_file():
         return ""

@@ -1,10 +1,10 @@
 """`python -m harness sanitize`: compute-sanitizer over the small cases of our own implementations, on a GPU.
 
-For each kernel each tool runs this module again as a worker, which runs every small case forward and backward and
-checks no results: the tools do the checking. The cases of a kernel may be distributed over several such processes, some
-of which run at the same time. Exit code 1 on a finding in one of our kernels, or where a tool failed. Findings in other
+For each kernel each tool runs this module again as a worker. The worker runs every small case forward and backward and
+does not check results: the tools do the checking. The cases of a kernel may be distributed over several such processes,
+some of which run concurrently. Exit code 1 on a finding in one of our kernels, or if a tool failed. Findings in other
 kernels, PyTorch's for example, are only listed, and so are those that the SPEC declares to be false alarms, with its
-reason. The file is written as findings come, so that it is there after an interruption.
+reason. The file is written incrementally, so that an interrupted run keeps its findings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..spec import Case, KernelSpec, Yardstick
 SCHEMA = 3
 SEED = 20261121
 DEFAULT_TOOLS = ("memcheck", "initcheck")
-MOST_JOBS = 4  # more of them on one GPU took longer together
+MOST_JOBS = 4  # more of them on one GPU took longer in total
 RUNS_A_PROCESS = 12
 
 
@@ -66,8 +66,8 @@ def main(arguments: argparse.Namespace) -> int:
     found: list[list[Inspection]] = [[] for _ in wanted]
     rows: dict[int, dict[str, Any]] = {}
     with ThreadPoolExecutor(jobs) as pool:
-        # Once without a tool, so that kernels are compiled: of several tools side by side whose programs had kernels to
-        # compile, some were seen to stand still. What is submitted first is begun first, so nobody waits for ever.
+        # First without a tool, so that kernels get compiled: tools that ran concurrently over programs with kernels to
+        # compile were seen to hang. The pool starts jobs in the order of submission, so no job waits forever.
         alone: dict[tuple[str, str], Future[tuple[int, str]]] = {}
         for i, (_, selection) in enumerate(wanted):
             for part in shares[i]:
@@ -95,7 +95,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def parts(runs: int, of_all: int, jobs: int) -> list[str]:
-    """Names of the parts into which so many runs are divided: "1/3", "2/3", "3/3". No process has more than
+    """Names of the parts into which `runs` runs are divided: "1/3", "2/3", "3/3". No process has more than
     RUNS_A_PROCESS runs, and there are enough parts for each job to have one."""
     a_process = min(RUNS_A_PROCESS, max(1, -(-of_all // jobs)))
     count = max(1, -(-runs // a_process))
@@ -111,8 +111,8 @@ def worker_command(arguments: argparse.Namespace, tool: str | None, kernel: str,
 
 @dataclass(frozen=True)
 class Inspection:
-    """The result of a tool for one process: findings in our kernels and in others, why it failed, how many runs it
-    saw."""
+    """The result of a tool for one process: findings in our kernels and in others, why it failed, and the number of
+    runs that completed."""
 
     findings: list[dict[str, Any]]
     others: list[dict[str, Any]]
@@ -123,7 +123,7 @@ class Inspection:
 def inspect(
     program: Path, tool: str, kernel: str, part: str, arguments: argparse.Namespace, alone: Future[tuple[int, str]]
 ) -> Inspection:
-    """One tool over one process, whose exit code and output without it are `alone`."""
+    """Runs one tool on one process, whose exit code and output without the tool are `alone`."""
     code, output = alone.result()
     if code:
         return Inspection([], [], [f"without {tool} exit code {code}: {_last_line(output)}"], 0)
@@ -140,14 +140,14 @@ def inspect(
 
 
 def _last_line(output: str) -> str:
-    """The last line that the program printed, not the tool."""
+    """The last line printed by the program, not by the tool."""
     lines = [line for line in output.splitlines() if line.strip() and not line.startswith("=========")]
     return lines[-1] if lines else "no output"
 
 
 def judge(tool: str, spec: KernelSpec, inspections: Sequence[Inspection], parts: int) -> dict[str, Any]:
-    """The row of one tool and kernel, of which so many `parts` were to be inspected. "findings" are ours, "others" are
-    of kernels that are not, "false_alarms" have the SPEC's reason."""
+    """The row of one tool and kernel, whose runs were divided into `parts` parts. "findings" are in our kernels,
+    "others" in any other, "false_alarms" have the SPEC's reason."""
     findings, alarms = [], []
     for finding in _together(finding for inspection in inspections for finding in inspection.findings):
         why = spec.false_alarms.get((tool, finding["kernel"].split("(")[0]))
@@ -171,7 +171,7 @@ def judge(tool: str, spec: KernelSpec, inspections: Sequence[Inspection], parts:
 
 
 def _together(findings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Findings merged where kind and place are the same, with the sum of their counts."""
+    """Merges findings of the same kind and place, and adds their counts."""
     counts: dict[tuple[tuple[str, Any], ...], int] = {}
     for finding in findings:
         key = tuple((name, value) for name, value in finding.items() if name != "count")
@@ -180,7 +180,7 @@ def _together(findings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """A line per tool, then every finding."""
+    """Prints a line per tool, then every finding."""
     head = ("tool", "kernel", "status", ">cases", ">findings", ">false alarms", ">in other kernels", "reason")
     counted = ("findings", "false_alarms", "others")
     cells = [
@@ -196,7 +196,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _runs(selection: options.Selection, arguments: argparse.Namespace) -> list[tuple[Case, str, str]]:
-    """(case, mode, implementation): every small case, or those named, of our implementations and of what else is
+    """(case, mode, implementation): every small case, or those named, of our implementations and of yardsticks that are
     ours."""
     spec = selection.spec
     others = {b.name: b for b in spec.baselines if isinstance(b, Yardstick) and b.ours}
@@ -212,7 +212,7 @@ def _runs(selection: options.Selection, arguments: argparse.Namespace) -> list[t
 
 
 def _work(selections: Sequence[options.Selection], arguments: argparse.Namespace, where: Place) -> int:
-    """Under a tool: a part of the runs. 1 where one raises."""
+    """Runs a part of the runs under a tool. 1 if one raises."""
     part, count = (int(word) for word in arguments.worker.split("/"))
     failed = 0
     with torch.cuda.device(where.device), plain_products() if arguments.tool == ["initcheck"] else nullcontext():
@@ -234,7 +234,7 @@ def _run(spec: KernelSpec, case: Case, mode: str, name: str, device: torch.devic
         torch.cuda.synchronize()
     except execute.Unavailable as error:
         print(f"skipped {label}: {error}", flush=True)
-    except Exception as error:  # the other cases are still worth a look
+    except Exception as error:  # the other cases are still worth running
         print(f"failed {label}: {type(error).__name__}: {execute.first_line(error)}", flush=True)
         return False
     else:

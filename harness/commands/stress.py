@@ -1,10 +1,10 @@
-"""`python -m harness stress`: several processes share a GPU, and each repeats calls whose results may not change a bit.
+"""`python -m harness stress`: several processes share a GPU and repeat calls whose results must be bit-wise equal.
 
-A data race may need an order of events that a GPU with one program on it hardly ever has. With several programs the
-driver gives the SMs to one after the other, in the middle of kernels: warps of a CTA, and CTAs of a cluster, get out of
-step as they never do else. Whatever a kernel only got right by timing then differs from the first result on the same
-inputs. Every implementation of ours takes part whose SPEC promises equal repeats ("run-to-run"), each process in an
-order of its own. Exit code 1 where a repeat differed or a process failed.
+A data race may need an order of events that hardly ever occurs on a GPU with one program. With several programs the
+driver time-slices the SMs, in the middle of kernels: warps of a CTA, and CTAs of a cluster, drift apart as they never
+do otherwise. A kernel that was correct only by timing then gives results that differ from the first ones on the same
+inputs. All our implementations run whose SPEC promises equal repeats ("run-to-run"), in each process in an order of its
+own. Exit code 1 if a repeat differed or a process failed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ..spec import Case, KernelSpec
 SCHEMA = 1
 SEED = 20261124
 FEWEST_CALLS = 3
-ROOM = 8  # times the bytes that a call moves are what a process may need
+ROOM = 8  # a process may need this many times the bytes that a call moves
 
 Group = tuple[KernelSpec, Case, str, str]
 
 
 @dataclasses.dataclass
 class Tally:
-    """Of one case, mode and implementation: calls, those whose results differed from the first, and what differed."""
+    """For one case, mode and implementation: calls, those whose results differed from the first, and what differed."""
 
     kernel: str
     case: str
@@ -66,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0, or 1 where a repeat differed or a process failed."""
+    """0, or 1 if a repeat differed or a process failed."""
     if arguments.processes < 1 or arguments.seconds < 0:
         raise ValueError("--processes must be at least 1 and --seconds at least 0")
     selections = options.select(arguments)
@@ -92,8 +92,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def groups(selections: Sequence[options.Selection], arguments: argparse.Namespace, device: torch.device) -> list[Group]:
-    """What is repeated: each implementation of ours, in each mode in which equal repeats are promised, on each case of
-    one GPU of which one fits into each process's share of the memory."""
+    """The combinations to repeat: each implementation of ours, in each mode that promises equal repeats, on each
+    one-GPU case that fits into a process's share of the memory."""
     share = torch.cuda.get_device_properties(device).total_memory / arguments.processes
     found = []
     for selection in selections:
@@ -112,8 +112,8 @@ def groups(selections: Sequence[options.Selection], arguments: argparse.Namespac
 
 
 def repeat(group: Group, device: torch.device, seconds: float, seed: int) -> Tally:
-    """Calls on the same inputs for so long, and at least FEWEST_CALLS, each compared with the first. What a call
-    updates in place is restored before each."""
+    """Repeats a call on the same inputs for `seconds` seconds, and at least FEWEST_CALLS times. Compares each result
+    with the first. Tensors that a call updates in place are restored before each."""
     spec, case, mode, name = group
     generator = torch.Generator(device).manual_seed(seed)
     inputs = spec.make_inputs(case, device, generator)
@@ -149,7 +149,7 @@ def _difference(results: Sequence[torch.Tensor], first: Sequence[torch.Tensor]) 
 
 
 def _work(chosen: list[Group], arguments: argparse.Namespace, device: torch.device) -> int:
-    """A process of several: a line of JSON for each group. 1 where one raised."""
+    """Runs one of the processes: prints a line of JSON for each group. 1 if one raised."""
     random.Random(arguments.worker).shuffle(chosen)
     failed = False
     for group in chosen:
@@ -157,12 +157,12 @@ def _work(chosen: list[Group], arguments: argparse.Namespace, device: torch.devi
             tally = repeat(group, device, arguments.seconds / len(chosen), SEED + arguments.worker)
         except execute.Unavailable:
             continue
-        except Exception as error:  # the others are still worth a look
+        except Exception as error:  # the other groups are still worth running
             failed = True
             spec, case, mode, name = group
             print(f"{spec.name} {case.name} {mode} {name}: {type(error).__name__}: {error}", file=sys.stderr)
             if isinstance(error, torch.AcceleratorError):
-                break  # nothing runs after it
+                break  # nothing can run after it
         else:
             print(json.dumps(dataclasses.asdict(tally)), flush=True)
         torch.cuda.empty_cache()
@@ -177,10 +177,10 @@ def _start(arguments: argparse.Namespace, number: int, seconds: float) -> subpro
 
 
 def _together(processes: Sequence[subprocess.Popen[str]]) -> tuple[list[Tally], list[str]]:
-    """What processes found, and of those that failed the last line that they said."""
+    """Collects the results of the processes, and the last output line of each that failed."""
     tallies, failures = [], []
     try:
-        with ThreadPoolExecutor(len(processes)) as pool:  # nobody waits for a full pipe
+        with ThreadPoolExecutor(len(processes)) as pool:  # one thread each, so that no process blocks on a full pipe
             said = list(pool.map(lambda process: process.communicate(), processes))
     finally:
         for process in processes:
@@ -194,7 +194,7 @@ def _together(processes: Sequence[subprocess.Popen[str]]) -> tuple[list[Tally], 
 
 
 def summed(tallies: Iterable[Tally]) -> list[Tally]:
-    """One for each case, mode and implementation."""
+    """Sums the tallies of each case, mode and implementation."""
     found: dict[Any, Tally] = {}
     for tally in tallies:
         own = found.setdefault(_key(vars(tally)), dataclasses.replace(tally, calls=0, wrong=0, what=None))
@@ -204,7 +204,7 @@ def summed(tallies: Iterable[Tally]) -> list[Tally]:
 
 
 def show(rows: Sequence[Tally]) -> None:
-    """A line for each kernel and mode, then each case that had a wrong repeat."""
+    """Prints a line for each kernel and mode, then each case that had a wrong repeat."""
     lines: dict[tuple[str, str], list[int]] = {}
     for row in rows:
         line = lines.setdefault((row.kernel, row.mode), [0, 0, 0])

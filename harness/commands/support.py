@@ -1,7 +1,7 @@
-"""Writes docs/SUPPORT.md: what each kernel takes, read from its SPEC.
+"""Writes docs/SUPPORT.md: what each kernel supports, read from its SPEC.
 
-A cell names the implementations that run the cases of a dtype and mode on a GPU. `--check` says whether the file is
-current, and changes nothing.
+A cell names the implementations that run the cases of a dtype and mode on a GPU. `--check` only reports whether the
+file is up to date.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def page_text(specs: list[KernelSpec]) -> str:
-    """The page: one table over all kernels, then the reasons for what is not taken."""
+    """The page: one table over all kernels, then the reasons for what is not supported."""
     targets = sorted({target for spec in specs for target in spec.compile_targets})
     head = ["kernel", "dtype", "mode", *map(_sm, targets), "determinism"]
     rows = [[f"[{spec.name}](../{_folder(spec)}/)", *cells] for spec in specs for cells in _rows(spec, targets)]
@@ -62,7 +62,7 @@ def page_text(specs: list[KernelSpec]) -> str:
 
 
 def _rows(spec: KernelSpec, targets: list[tuple[int, int]]) -> Iterator[list[str]]:
-    """Cells of one kernel after its name. Dtypes for which all the others are the same share a row."""
+    """Yields the cells of one kernel after its name. Dtypes for which all other cells are equal share a row."""
     shared: dict[tuple[str, ...], list[str]] = {}
     for mode in spec.modes:
         for dtype in sorted({case.dtype for case in spec.cases}, key=str):
@@ -76,7 +76,7 @@ def _rows(spec: KernelSpec, targets: list[tuple[int, int]]) -> Iterator[list[str
 
 
 def _runs(spec: KernelSpec, cases: list[Case], mode: str, target: tuple[int, int]) -> str:
-    """The implementations that take these cases on a GPU, and how many where that is not all."""
+    """The implementations that support these cases on a GPU, and how many cases if not all."""
     if target not in spec.compile_targets:
         return "–"
     found = []
@@ -88,7 +88,7 @@ def _runs(spec: KernelSpec, cases: list[Case], mode: str, target: tuple[int, int
 
 
 def _reason(spec: KernelSpec, implementation: str, case: Case, mode: str, target: tuple[int, int]) -> str | None:
-    """Why an implementation does not run a case on a GPU, or None. What merely equals another one does run."""
+    """Why an implementation does not run a case on a GPU, or None. An alias of another implementation counts as run."""
     if case.min_capability > target:
         return f"needs {_sm(case.min_capability)}"
     if (needed := spec.min_capability.get(implementation, (0, 0))) > target:
@@ -97,7 +97,7 @@ def _reason(spec: KernelSpec, implementation: str, case: Case, mode: str, target
 
 
 def _reasons(spec: KernelSpec, targets: list[tuple[int, int]]) -> Iterator[str]:
-    """A line for each reason that an implementation has on a GPU that it can run on at all."""
+    """Yields a line for each reason that an implementation has on a GPU that it can run on at all."""
     every = [(case, mode) for case in spec.cases for mode in spec.modes_of(case)]
     for name in spec.implementations:
         found: dict[tuple[str, str], dict[str, Case]] = {}
@@ -113,7 +113,7 @@ def _reasons(spec: KernelSpec, targets: list[tuple[int, int]]) -> Iterator[str]:
 
 
 def _which(cases: list[Case]) -> str:
-    """Few cases by their names, many by the options that all of them have."""
+    """Few cases by their names, many by the options that all of them share."""
     options = set.intersection(*(set(case.params) for case in cases))
     if len(cases) <= NAMED_CASES:
         return f" ({', '.join(case.name for case in cases)})"

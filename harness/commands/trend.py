@@ -1,8 +1,8 @@
 """`trend`: how the time of each case has changed, from the records in git's history.
 
-A page for each kernel, `reports/<gpu>/<kernel>-trend.md`: every measurement of our fastest implementation that any
-version of its record holds, oldest first, judged against the one before by the rule of `compare`. It needs the whole
-history: a shallow clone has one version of each record.
+It writes a page for each kernel, `reports/<gpu>/<kernel>-trend.md`: every measurement of our fastest implementation in
+any version of its record, oldest first, each compared with the previous one by the rule of `compare`. It needs the
+whole history: a shallow clone has one version of each record.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Point:
-    """A measurement of a case in a mode. `change` is against the one before, None for the first."""
+    """A measurement of a case in a mode. `change` is relative to the previous one, None for the first."""
 
     finding: Finding
     change: Pair | None
@@ -75,10 +75,10 @@ def main(arguments: argparse.Namespace, root: Path = ROOT) -> int:
 
 
 def versions(root: Path, path: Path) -> Iterator[tuple[str, str]]:
-    """(name, text) of the record in each commit that changed it, oldest first, and in the work tree."""
+    """Yields (name, text) of the record in each commit that changed it, oldest first, and in the work tree."""
     name = path.relative_to(root).as_posix()
     for commit in reversed((git.output(root, "log", "--format=%H", "--", name) or "").split()):
-        if text := git.output(root, "show", f"{commit}:{name}"):  # nothing where that commit took it away
+        if text := git.output(root, "show", f"{commit}:{name}"):  # empty if that commit deleted it
             yield f"{commit}:{name}", text
     yield str(path), path.read_text(encoding="utf-8")
 

@@ -1,12 +1,12 @@
 """`python -m harness tune`: every candidate configuration on this GPU, against the one that the kernel picks by itself.
 
-The kernel's `pick_*` function is replaced while a candidate runs, and nothing else: same inputs, same launcher. A
-candidate counts only if its results are those of the picked configuration. The results are committed under
-reports/<gpu>/tune/; their format, and how a test without a GPU uses them, is in `tuned`. Where a `pick_*` function has
-changed since, --replay judges it by these results.
+While a candidate runs, only the kernel's `pick_*` function is replaced: inputs and launcher are the same. A candidate
+counts only if its results are those of the picked configuration. The results are committed under reports/<gpu>/tune/;
+`tuned` describes their format, and how a test without a GPU uses them. After a change of a `pick_*` function, --replay
+evaluates it on these results.
 
-Candidates are timed in groups, each with the picked configuration. Times are scaled by its time in the group, so that a
-drift of the clocks between groups favours none.
+Candidates are timed in groups, each with the picked configuration. Times are scaled by that configuration's time in the
+group, so that clock drift between groups favours none.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ..tuned import encode, judge
 
 SEED = 20261121
 GROUP = 7
-#: Largest difference from the picked configuration's result, relative to its largest element. Only for what is wrong
-#: altogether: `check` judges the accuracy of the one that is picked in the end.
+#: Largest difference from the picked configuration's result, relative to its largest element. It only detects grossly
+#: wrong results: `check` tests the accuracy of the configuration that is finally picked.
 AGREEMENT = 0.02
 
 
@@ -55,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0, or 1 where what a kernel picks is more than MARGIN behind the best candidate."""
+    """0, or 1 if a picked configuration is more than MARGIN slower than the best candidate."""
     if arguments.replay:
         return _replay(options.select(arguments))
     wanted = Wanted(arguments)
@@ -108,12 +108,12 @@ def _rows(selection: options.Selection, where: Place, wanted: Wanted) -> Iterato
 
 
 def search(spec: KernelSpec, tunable: Tunable, case: Case, device: torch.device, clock: Any) -> dict[str, Any]:
-    """Times every candidate of one case. The row of the file."""
+    """Times every candidate of one case. Returns the row of the file."""
     name = spec.searched_in(tunable)
     fn, sets = execute.load(spec, name, case, tunable.mode), input_sets(spec, case, tunable.mode, clock)
     generator = torch.Generator(device).manual_seed(SEED)
     inputs = [spec.make_inputs(case, device, generator) for _ in range(sets)]
-    # The same incoming gradients for all, since their results are compared.
+    # The same incoming gradients for all candidates, since their results are compared.
     grads = execute.out_grads(spec, case, fn, inputs[0], tunable.mode, generator)
 
     def bind(config: Any, op: execute.Op = fn) -> Callable[[int], execute.Run]:
@@ -121,7 +121,7 @@ def search(spec: KernelSpec, tunable: Tunable, case: Case, device: torch.device,
             spec, tunable, config, lambda: execute.bind(spec, op, inputs[index], tunable.mode, grads)
         )
 
-    # On copies of what it updates in place: else each result would be the input of the next, and compared with itself.
+    # On copies of what it updates in place: otherwise each result would be the next input, and be compared with itself.
     compared = OnCopies(fn, case.mutates)
     with _listening(spec, tunable) as calls:
         expected = execute.bind(spec, compared, inputs[0], tunable.mode, grads)()
@@ -150,7 +150,7 @@ def search(spec: KernelSpec, tunable: Tunable, case: Case, device: torch.device,
 
 
 def _bound(spec: KernelSpec, tunable: Tunable, config: Any, bind: Callable[[], execute.Run]) -> execute.Run:
-    """A callable under which `pick_*` gives `config`, both in the forward that `bind` may run and in each call."""
+    """A callable for which `pick_*` returns `config`, both in the forward that `bind` may run and in each call."""
     own: plans.Kept = []
 
     @contextmanager
@@ -171,7 +171,7 @@ def _bound(spec: KernelSpec, tunable: Tunable, config: Any, bind: Callable[[], e
 
 @contextmanager
 def _listening(spec: KernelSpec, tunable: Tunable) -> Iterator[list[tuple[tuple[Any, ...], Any]]]:
-    """Collects (arguments, result) of each call of `pick_*`. Raises TypeError where it is called with keywords."""
+    """Yields a list of (arguments, result) of each call of `pick_*`. Raises TypeError if it is called with keywords."""
     original = getattr(tunable.module, tunable.function)
     calls: list[tuple[tuple[Any, ...], Any]] = []
 
@@ -190,7 +190,7 @@ def _unfit(bind: Callable[[int], execute.Run], expected: Sequence[torch.Tensor])
         result = bind(0)()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    except Exception as error:  # whatever a compiler raises is this candidate's reason, and the next has its turn
+    except Exception as error:  # whatever a compiler raises is this candidate's reason; the others still run
         return f"{type(error).__name__}: {execute.first_line(error)}"
     for mine, theirs in zip(result, expected, strict=True):
         if mine.numel() and not _agree(mine, theirs):
@@ -208,7 +208,7 @@ def _agree(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 def _timed(
     binds: Sequence[Callable[[int], execute.Run]], reasons: dict[int, str], sets: int, clock: Any
 ) -> tuple[dict[int, float], str]:
-    """Medians in µs by index, scaled to the picked one's (index 0), and the column they are of. Adds to `reasons`."""
+    """Medians in µs by index, scaled to the picked one's (index 0), and their column. Adds to `reasons`."""
     left = [i for i in range(1, len(binds)) if i not in reasons]
     groups = [left[start : start + GROUP] for start in range(0, len(left), GROUP)] or [[]]
     found: list[tuple[dict[int, float], str]] = []
@@ -229,7 +229,7 @@ def _timed(
 
 
 def new_clock(device: torch.device) -> timing.Clock:
-    """What times the candidates: short samples, since there are many of them."""
+    """The clock that times the candidates: short samples, since there are many of them."""
     return timing.Clock(device, timing.QUICK)
 
 
@@ -242,7 +242,7 @@ def input_sets(spec: KernelSpec, case: Case, mode: str, clock: timing.Clock) -> 
 def median_times(
     clock: timing.Clock, binds: Mapping[int, Callable[[int], execute.Run]], sets: int
 ) -> tuple[dict[int, float], str, tuple[int, str] | None]:
-    """Medians in µs of the bench's headline column, its name, and the one that failed with its reason, if one did."""
+    """Medians in µs of the bench's headline column, its name, and the candidate that failed with its reason, if any."""
     contenders = [timing.Contender(str(index), bind) for index, bind in binds.items()]
     try:
         measurement = clock.measure(contenders, sets=sets)
@@ -262,5 +262,5 @@ def _summary(row: Mapping[str, Any]) -> str:
 
 
 def show(kernel: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The best against the picked, a line for each case."""
+    """Prints the best candidate against the picked one, a line for each case."""
     tables.show(f"{kernel}: picked and best", choices.HEAD, [choices.cells(row) for row in rows])

@@ -1,8 +1,8 @@
 """Rewrites the copies of `parts/` that kernels' folders hold.
 
-A folder stands alone, so it has its own copy of what several folders need. A copy is a file that has the name of a part
-and says so in its first line. It is rewritten from the part; `--check` says which copies differ, and changes nothing.
-`vendor KERNEL PART` makes a copy that is not there yet.
+Each folder is self-contained, so it has its own copy of what several folders need. A copy is a file that has the name
+of a part and says so in its first line. It is rewritten from the part; `--check` only reports which copies differ.
+`vendor KERNEL PART` makes a new copy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def copies(root: Path) -> Iterator[tuple[Path, str]]:
-    """Every copy in the kernels' folders, and what it should hold. ValueError for a copy of what is no part."""
+    """Yields every copy in the kernels' folders, with its expected text. ValueError for a copy of an unknown part."""
     for kind in registry.COLLECTIONS:
         for path in sorted((root / kind).rglob("*")):
             if path.suffix in _COMMENTS and (part := part_of(path)):
@@ -50,7 +50,7 @@ def copies(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def part_of(path: Path) -> str | None:
-    """The part that a file says it is a copy of."""
+    """The part that a file declares to be a copy of."""
     with path.open(encoding="utf-8") as file:
         first = file.readline().strip()
     before, _, after = f"{_COMMENTS[path.suffix]} {_SAYS}".partition("{part}")
@@ -60,7 +60,7 @@ def part_of(path: Path) -> str | None:
 
 
 def text_of(root: Path, part: str) -> str:
-    """A copy of a part: its first line, then the part itself."""
+    """The text of a copy of a part: its first line, then the part itself."""
     source = root / PARTS / part
     if source.suffix not in _COMMENTS or not source.is_file():
         raise ValueError(f"there is no {PARTS}/{part}; there are {', '.join(names(root))}")
@@ -74,7 +74,7 @@ def names(root: Path) -> list[str]:
 
 
 def add(root: Path, kernel: str, part: str) -> None:
-    """A copy of a part at the same place in a kernel's folder."""
+    """Adds a copy of a part at the same relative path in a kernel's folder."""
     folders = [root / kind / kernel for kind in registry.COLLECTIONS if (root / kind / kernel).is_dir()]
     if not folders:
         raise ValueError(f"there is no kernel {kernel!r}")

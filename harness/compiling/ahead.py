@@ -1,13 +1,13 @@
 """Compiles what a SPEC launches, for one GPU that need not be present, and describes each compiled kernel.
 
-A row of the result is one compiled kernel, that is a JIT function with its types, alignments and constexprs:
+A row of the result is one compiled kernel, i.e. a JIT function with its types, alignments and constexprs:
 {"kernel", "jit", "target": "sm_90", "uses": [[case, mode], ...], "bench": whether a bench case uses it,
  "types": {argument: "*bf16" | "i32" | ...}, "aligned": [arguments known to be multiples of 16],
  "constexprs": {name: value}, "num_warps", "num_stages", "num_ctas", "threads", "registers", "stack_bytes",
  "spill_bytes", "spill_store_bytes", "spill_load_bytes", "spill_allowed", "early_allowed", "shared_bytes",
  "ctas_per_sm", "occupancy_percent", "occupancy_limit", "mma": {kind: count}, "loads": {kind: count},
- "stores": {kind: count}, "to_fp8": [conversions in PTX, in SASS], "early_arrivals", "early_own_reads": as `sass.Usage`
- has them}
+ "stores": {kind: count}, "to_fp8": [conversions in PTX, in SASS], "early_arrivals", "early_own_reads": as in
+ `sass.Usage`}
 The mode of a use is what was running: the forward that a backward needs counts as "fwd".
 """
 
@@ -62,9 +62,9 @@ def compile_spec(
 ) -> Outcome:
     """Runs the implementations of this folder, those named or all, on fake tensors and describes what they launched.
 
-    "fwd+bwd" launches what "fwd" and "bwd" do. Fails (in `failures`) where a case does not compile, a kernel spills
-    more than `SPEC.spills` grants, asks for more than the GPU has or releases shared memory before it has read it (of a
-    cluster; of its own CTA by ldmatrix), and where nothing was launched at all.
+    "fwd+bwd" launches the kernels of "fwd" and "bwd". Fails (in `failures`) if a case does not compile, if a kernel
+    spills more than `SPEC.spills` permits, requires more than the GPU has or releases shared memory before its reads
+    have completed (of a cluster; of its own CTA by ldmatrix), and if nothing was launched at all.
     """
     outcome = Outcome(spec.name, target_name(capability))
     if spec.needs:
@@ -114,7 +114,7 @@ def _trace(
     if nvrtc.driver_of(package) and nvrtc.library() is None and missing not in outcome.skipped:
         outcome.skipped.append(missing)
     try:
-        # Where ptxas refuses, Triton prints the whole PTX.
+        # If ptxas rejects a kernel, Triton prints the whole PTX.
         with (
             launches.record(capability) as seen,
             nvrtc.recording(package, capability, seen.append),
@@ -131,7 +131,7 @@ def _trace(
         return
     except Exception as error:  # whatever one case raises, the others still get their row
         where = f"{outcome.target} {range_name(spec.name, mode, case.name, name)}"
-        if nvrtc.library() is None and nvrtc.MISSING in str(error):  # nothing but CUDA C++ computes this case
+        if nvrtc.library() is None and nvrtc.MISSING in str(error):  # only CUDA C++ computes this case
             outcome.skipped.append(f"{where}: {nvrtc.MISSING}")
         else:
             outcome.failures.append(f"{where}: {type(error).__name__}: {_brief(error)}")
@@ -142,7 +142,7 @@ def _trace(
 
 
 def _identity(launch: launches.Launch | nvrtc.Launch) -> str:
-    """The same for launches of the same machine code."""
+    """A key that is equal for launches of the same machine code."""
     if isinstance(launch, nvrtc.Launch):
         return repr((launch.source, launch.name, launch.defines))
     return launch.compiled.hash
@@ -184,7 +184,7 @@ def describe(spec: KernelSpec, launch: launches.Launch | nvrtc.Launch, capabilit
 
 
 def _of_triton(launch: launches.Launch) -> dict[str, Any]:
-    """What Triton's compiler knows of a kernel, and the `usage` of the machine code."""
+    """What Triton's compiler reports about a kernel, and the `usage` of the machine code."""
     metadata, source, asm = launch.compiled.metadata, launch.compiled.src, launch.compiled.asm
     usage = _usage(asm["cubin"])
     names = source.fn.arg_names
@@ -205,7 +205,7 @@ def _of_triton(launch: launches.Launch) -> dict[str, Any]:
 
 
 def _of_cuda(launch: nvrtc.Launch) -> dict[str, Any]:
-    """The same of a kernel in CUDA C++, of which there is no PTX and whose types are its source's."""
+    """The same for a CUDA C++ kernel, for which there is no PTX and whose types are in its source."""
     defines = dict(define.split("=", 1) for define in launch.defines)
     usage = sass.inspect(launch.cubin, launch.name)
     return {
@@ -224,7 +224,7 @@ def _of_cuda(launch: nvrtc.Launch) -> dict[str, Any]:
 
 
 def faults(row: Row, capability: tuple[int, int]) -> list[str]:
-    """What is wrong with a compiled kernel, as sentences that name it, the case and both figures."""
+    """The faults of a compiled kernel, as sentences that name it, the case and both figures."""
     where = f"{row['target']} {row['jit']} ({uses(row)})"
     wrong = []
     if row["spill_bytes"] > row["spill_allowed"]:
@@ -262,13 +262,13 @@ def uses(row: Row, most: int = 2) -> str:
 
 
 def order(row: Row) -> tuple[Any, ...]:
-    """Rows of a report: those of bench cases first, by JIT function, then by target and what sets them apart."""
+    """Sort key of a report's rows: bench cases first, by JIT function, then by target and distinguishing properties."""
     settings = json.dumps([row["types"], row["constexprs"], row["aligned"], row["num_warps"], row["num_stages"]])
     return row["kernel"], not row["bench"], row["jit"], row["target"], row["uses"], settings
 
 
 def _usage(cubin: bytes) -> sass.Usage:
-    """`sass.inspect`, remembered in Triton's own cache: disassembling takes as long as compiling."""
+    """`sass.inspect`, cached in Triton's own cache, since disassembling takes as long as compiling."""
     from triton.runtime.cache import get_cache_manager
 
     key = hashlib.sha256(sass.SCHEMA + cubin).hexdigest()
@@ -286,7 +286,7 @@ def _type(kind: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A constexpr as JSON has it."""
+    """A constexpr in JSON form."""
     value = getattr(value, "value", value)
     if isinstance(value, bool | int | float | str | None):
         return value

@@ -1,6 +1,6 @@
-"""What `build` writes: reports/build/<kernel>.json, and README.md made from every JSON file there.
+"""The files that `build` writes: reports/build/<kernel>.json, and README.md made from every JSON file there.
 
-Nothing in them depends on when or where they were made: no times, no paths.
+They do not depend on when or where they were made: they have no times and no paths.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from . import ahead, sass
 
 SCHEMA = 2
 
-#: what a file has of a row of `ahead`, besides "types" and "aligned"; the rest is for the checks of the build itself
+#: fields of a row of `ahead` that are written, besides "types" and "aligned"; the others serve the build's own checks
 WRITTEN = (
     "target", "jit", "constexprs", "num_warps", "num_stages", "registers", "spill_bytes", "shared_bytes", "ctas_per_sm",
     "occupancy_percent", "occupancy_limit", "mma", "loads", "stores", "uses", "bench",
@@ -46,7 +46,7 @@ Every JIT kernel that the cases of a SPEC launch, compiled for each target witho
 
 
 def built(name: str, rows: list[dict[str, Any]], failures: Sequence[str], skipped: Sequence[str]) -> Built:
-    """One kernel as it is written."""
+    """One kernel in the form of its file."""
     from triton import __version__
 
     return {
@@ -61,8 +61,8 @@ def built(name: str, rows: list[dict[str, Any]], failures: Sequence[str], skippe
 
 
 def written(row: ahead.Row) -> dict[str, Any]:
-    """A row of `ahead` as a file has it: {"types": {"*bf16": "x_ptr out_ptr", "i32": "rows"}, "aligned": "x_ptr rows",
-    ...}, arguments by their type."""
+    """A row of `ahead` in the form of the file: {"types": {"*bf16": "x_ptr out_ptr", "i32": "rows"}, "aligned": "x_ptr
+    rows", ...}, arguments by their type."""
     types: dict[str, list[str]] = {}
     for argument, kind in row["types"].items():
         types.setdefault(kind, []).append(argument)
@@ -71,7 +71,7 @@ def written(row: ahead.Row) -> dict[str, Any]:
 
 
 def write(out: Path, kernels: Iterable[Built]) -> None:
-    """Writes the kernels' files, and README.md of all that lie in the folder then."""
+    """Writes the kernels' files, and README.md of all files that are then in the folder."""
     out.mkdir(parents=True, exist_ok=True)
     for kernel in kernels:
         (out / f"{kernel['kernel']}.json").write_text(rows_json.dumps(kernel), encoding="utf-8")
@@ -84,7 +84,7 @@ def load(folder: Path) -> list[Built]:
 
 
 def readme(kernels: Sequence[Built]) -> str:
-    """The page: a table per kernel for the bench cases, and the range of the rest, whose rows are in the JSON."""
+    """The page: a table per kernel for the bench cases, and the ranges of the other rows, which are in the JSON."""
     lines = [INTRODUCTION]
     for kernel in kernels:
         bench = [row for row in kernel["rows"] if row["bench"]]
@@ -101,7 +101,7 @@ def readme(kernels: Sequence[Built]) -> str:
 
 
 def show(kernel: Built) -> None:
-    """The same on the console: bench cases row by row, the rest in one line."""
+    """Prints the same on the console: bench cases row by row, the others in one line."""
     bench = [row for row in kernel["rows"] if row["bench"]]
     title = f"{kernel['kernel']}, built ahead of time by Triton {kernel['triton']} and ptxas {kernel['ptxas']}"
     if bench:
@@ -135,7 +135,7 @@ def cells(row: Mapping[str, Any]) -> list[object]:
 
 
 def small_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[object]]:
-    """Rows under SMALL_HEAD: one for each JIT function and target, from the least to the most."""
+    """Rows under SMALL_HEAD: one for each JIT function and target, with ranges from minimum to maximum."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["jit"], row["target"]), []).append(row)
@@ -158,7 +158,7 @@ def small_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[object]]:
 
 
 def _types(types: Mapping[str, str]) -> str:
-    """What the pointers point to, each once."""
+    """The element types of the pointers, each once."""
     return " ".join(kind.removeprefix("*") for kind in types if kind.startswith("*"))
 
 

@@ -1,16 +1,16 @@
 """Compiles every Triton launch of real code for a GPU that need not be present.
 
-The ahead-of-time build must not declare a second time what the launchers already say: constexprs, warps, stages, which
-kernel for which shape. So it runs the public op itself. Inside `record(capability)`
+The launchers already define constexprs, warps, stages, and which kernel runs for which shape; the ahead-of-time build
+must not duplicate that. So it runs the public op itself. Inside `record(capability)`
 
  - tensors are fake (`FakeTensorMode`): shapes, strides and dtypes without memory;
- - to Python they are on "cuda"; PyTorch itself takes them for CPU tensors, because the autograd of a build without CUDA
-   cannot take a tensor of a GPU, not even a fake one;
+ - to Python they are on "cuda"; PyTorch itself treats them as CPU tensors, because the autograd of a build without CUDA
+   does not support GPU tensors, not even fake ones;
  - a call of an op registered with torch.library runs its Python implementation, where PyTorch would only infer shapes;
  - `torch.cuda` describes the GPU of `roofline`'s table with that capability;
  - Triton's driver names that GPU as target, and a launch compiles and returns.
 
-Gluon's kernels and `triton_op`s take the same path. Everything is restored at the end of the block.
+Gluon kernels and `triton_op`s take the same path. Everything is restored at the end of the block.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from triton.runtime.jit import JITFunction
 from .. import roofline
 from . import occupancy
 
-#: Triton caches compiled kernels by device index; these indices are no real device's.
+#: Triton caches compiled kernels by device index; these indices belong to no real device.
 _FIRST_INDEX = 1000
 
 
 class Interpreted(RuntimeError):
-    """Triton's interpreter is on, and it compiles nothing."""
+    """Triton's interpreter is on, which compiles nothing."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Launch:
 
 
 class _Driver:
-    """As much of Triton's driver as compiling needs."""
+    """The part of Triton's driver that compilation uses."""
 
     def __init__(self, gpu: roofline.Gpu) -> None:
         major, minor = gpu.capability
@@ -85,11 +85,11 @@ class _Driver:
 
 
 class _Stage(TorchDispatchMode):
-    """Sees every operator first: runs the implementation of a registered op, and sends the others to the CPU."""
+    """Intercepts every operator: runs the implementation of a registered op, and sends the others to the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.backstage = 0  # how deep in PyTorch's own code: there a tensor's device is the one that PyTorch gave it
+        self.backstage = 0  # nesting depth inside PyTorch's own code, where a tensor has its actual device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         definition = OPDEFS.get(getattr(getattr(func, "_schema", None), "name", None))
@@ -104,7 +104,7 @@ class _Stage(TorchDispatchMode):
             self.backstage -= 1
 
     def disguise(self) -> dict[str, Any]:
-        """What a fake tensor's device looks like from Python while this mode is on."""
+        """Attributes that make a fake tensor appear to be on "cuda" from Python while this mode is on."""
         inner = vars(FakeTensor)["device"].fget
 
         def device(tensor: FakeTensor) -> torch.device:
@@ -116,7 +116,7 @@ class _Stage(TorchDispatchMode):
             "is_cuda": property(lambda tensor: tensor.device.type == "cuda"),
             "is_cpu": property(lambda tensor: tensor.device.type == "cpu"),
             "get_device": lambda tensor: 0,
-            # Triton specialises on alignment: a view that starts off a 16-byte boundary is another kernel.
+            # Triton specialises on alignment: a view at an address that is not 16-byte aligned is another kernel.
             "data_ptr": lambda tensor: int(tensor.storage_offset()) * tensor.element_size(),
         }
 
@@ -127,7 +127,7 @@ def _to_cpu(device: torch.device) -> torch.device:
 
 @contextmanager
 def record(capability: tuple[int, int]) -> Iterator[list[Any]]:
-    """Yields the list of launches, which grows as the block makes them; a kernel launched twice is there twice.
+    """Yields the list of launches, which grows as the block makes them; repeated launches are listed repeatedly.
 
     Raises Interpreted in a process that runs Triton's interpreter, and ValueError for a capability that no GPU of the
     table has.
@@ -161,13 +161,13 @@ def record(capability: tuple[int, int]) -> Iterator[list[Any]]:
 
 
 def _launchers() -> list[ModuleType]:
-    """Modules that ask `torch._C` for the current device: without a driver a PyTorch with CUDA does not answer."""
+    """Modules that query `torch._C` for the current device: without a driver a PyTorch with CUDA would raise."""
     modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
     return [m for m in modules if {"Launch", "_current_device"} <= vars(m).keys()]
 
 
 def gpu_of(capability: tuple[int, int]) -> roofline.Gpu:
-    """The first GPU of the table with that capability. ValueError lists those there are."""
+    """The first GPU of the table with that capability. ValueError lists the known capabilities."""
     boards = [board for entry in roofline.table().values() for board in entry]
     for board in boards:
         if board.capability == tuple(capability):
@@ -177,7 +177,7 @@ def gpu_of(capability: tuple[int, int]) -> roofline.Gpu:
 
 
 def _cuda(gpu: roofline.Gpu) -> dict[str, Any]:
-    """What launchers ask `torch.cuda` for, answered for that GPU."""
+    """The attributes of `torch.cuda` that launchers query, with that GPU's answers."""
     limits = occupancy.limits(gpu.capability)
     properties = SimpleNamespace(
         name=gpu.title,

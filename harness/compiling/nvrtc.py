@@ -1,12 +1,12 @@
-"""Compiles CUDA C++ for a GPU that need not be present, by the NVRTC of PyTorch's CUDA builds or of its wheel.
+"""Compiles CUDA C++ for a GPU that need not be present, with the NVRTC of PyTorch's CUDA builds or of its wheel.
 
-A kernel folder with CUDA C++ has a module `cuda_driver`, in itself or in its folder sm90/ beside the sources, through
-which its launchers compile and launch:
+A kernel folder with CUDA C++ has a module `cuda_driver`, in itself or in its folder sm90/ beside the sources. Its
+launchers compile and launch through this module:
 
     no_compiler() -> reason or None          kernels(device, source, names, defines, shared) -> a handle for each name
     Launch(device, handle, grid, threads, shared, layout)(*values)           tensor_map(...)(address)
 
-`recording` replaces these: what is launched is compiled and recorded, and nothing runs.
+`recording` replaces these functions: launched kernels are compiled and recorded, and nothing runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MISSING = "NVRTC is not installed (pip install nvidia-cuda-nvrtc)"
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel of a source file and how it was launched: its name, what was defined, threads and shared memory."""
+    """A kernel of a source file and its launch: its name, the defines, threads and shared memory."""
 
     name: str
     source: str
@@ -71,7 +71,7 @@ def _exists(module: str) -> bool:
 
 @contextmanager
 def recording(package: str, capability: tuple[int, int], note: Callable[[Launch], None]) -> Iterator[None]:
-    """Notes the launches of a kernel's package. Where NVRTC is missing, its launchers are told so."""
+    """Context that passes the launches of a kernel's package to `note`. Without NVRTC its launchers are told so."""
     driver = driver_of(package)
     if driver is None:
         yield
@@ -122,7 +122,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def version() -> tuple[int, int] | None:
-    """Of that library, major and minor; None without any."""
+    """The major and minor version of that library; None without any."""
     nvrtc, major, minor = library(), ctypes.c_int(), ctypes.c_int()
     if nvrtc is None:
         return None
@@ -132,7 +132,7 @@ def version() -> tuple[int, int] | None:
 
 @cache
 def compiled(source: Path, architecture: str, defines: tuple[str, ...]) -> bytes:
-    """The cubin of a source file, whose folder is searched for what it includes. RuntimeError with NVRTC's log."""
+    """The cubin of a source file; includes are searched in its folder. RuntimeError with NVRTC's log."""
     nvrtc = library()
     if nvrtc is None:
         raise RuntimeError(MISSING)

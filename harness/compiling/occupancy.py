@@ -1,8 +1,8 @@
 """Theoretical occupancy: how many CTAs of a kernel are resident on one SM, and which resource limits them.
 
-The rules of CUDA's own calculator (cuda_occupancy.h). Registers are allocated per warp in units of 256, and each of the
-four sub-partitions has a quarter of them; shared memory per CTA is rounded up to the allocation unit, and since
-capability 8.0 the driver reserves 1 KiB per CTA.
+The rules are those of CUDA's own calculator (cuda_occupancy.h). Registers are allocated per warp in units of 256, and
+each of the four sub-partitions has a quarter of them; shared memory per CTA is rounded up to the allocation unit, and
+since capability 8.0 the driver reserves 1 KiB per CTA.
 Limits: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
 """
 
@@ -15,7 +15,7 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Limits:
-    """What one SM has. `shared_per_cta` is the most that one CTA may ask for (opt-in), in bytes."""
+    """The resources of one SM. `shared_per_cta` is the maximum for one CTA (opt-in), in bytes."""
 
     warps: int
     ctas: int
@@ -43,7 +43,7 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Occupancy:
-    """`ctas` per SM, their warps in per cent of the most it holds, and which resource runs out first:
+    """`ctas` per SM, their warps as a percentage of the maximum, and which resource limits them:
     "warps", "ctas", "registers" or "shared"."""
 
     ctas: int
@@ -62,7 +62,7 @@ def limits(capability: tuple[int, int]) -> Limits:
 def calculate(capability: tuple[int, int], threads: int, registers: int, shared: int) -> Occupancy:
     """Occupancy of a kernel with that many threads per CTA, registers per thread and bytes of shared memory per CTA.
 
-    A kernel that cannot be launched has 0 CTAs; `limit` names the resource of which it needs too much.
+    A kernel that cannot be launched has 0 CTAs; `limit` names the resource whose limit it exceeds.
     """
     sm = limits(capability)
     warps = -(-threads // sm.warp_size)

@@ -1,7 +1,7 @@
 """Fills Triton's cache with every candidate that `tune` is about to time, on all cores.
 
-Compilation is most of the time of a search. A kernel compiled ahead of time has the same cache key as one compiled by a
-launch, so the search then only loads kernels.
+Compilation takes most of the time of a search. A kernel compiled ahead of time has the same cache key as one compiled
+by a launch, so the search then only loads kernels.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Job(NamedTuple):
 
 
 class Wanted:
-    """What a command line asks `tune` for: functions by name, cases by name or each tunable's own. A case that only a
-    tunable has is for that one alone."""
+    """The selection of a `tune` command line: functions by name, and cases by name or each tunable's own. A case that
+    only one tunable has is tuned for that one alone."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._functions, self._named = arguments.function, bool(arguments.case)
@@ -59,7 +59,7 @@ def nameable(spec: KernelSpec) -> list[Case]:
 
 
 def left_out(spec: KernelSpec, tunable: Tunable, case: Case, capability: tuple[int, int]) -> str | None:
-    """Why a case is not tuned on a GPU of that capability, or None. Left out is also one where SPEC.alias_reason says
+    """Why a case is not tuned on a GPU of that capability, or None. This includes cases where SPEC.alias_reason says
     that the implementation is another one there, whose configuration it shares."""
     if reason := execute.unfit(case, capability):
         return reason
@@ -69,7 +69,7 @@ def left_out(spec: KernelSpec, tunable: Tunable, case: Case, capability: tuple[i
 
 
 def jobs(selections: Sequence[options.Selection], capability: tuple[int, int], wanted: Wanted) -> list[Job]:
-    """Everything that `tune` will try on a GPU of that capability."""
+    """All candidates that `tune` will try on a GPU of that capability."""
     return [
         Job(selection.spec.name, index, case.name, candidate, capability)
         for selection in selections
@@ -81,7 +81,7 @@ def jobs(selections: Sequence[options.Selection], capability: tuple[int, int], w
 
 
 def run(work: Sequence[Job]) -> None:
-    """Compiles them all. A candidate that cannot be compiled is left for `tune` to report."""
+    """Compiles all jobs. A candidate that cannot be compiled is left for `tune` to report."""
     context = multiprocessing.get_context("spawn")  # the CUDA context of this process does not survive a fork
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         list(pool.map(compile_candidate, work, chunksize=4))
@@ -95,7 +95,7 @@ def compile_candidate(job: Job) -> None:
     config = list(tunable.candidates(case))[job.candidate]
     fn = spec.implementations[spec.searched_in(tunable)]
     picked = mock.patch.object(tunable.module, tunable.function, lambda *_: config)
-    silent = contextlib.redirect_stdout(io.StringIO())  # where ptxas refuses, Triton prints the whole PTX
+    silent = contextlib.redirect_stdout(io.StringIO())  # if ptxas rejects a kernel, Triton prints the whole PTX
     elsewhere = nvrtc.recording(nvrtc.package_of(spec), job.capability, lambda launch: None)
     with contextlib.suppress(Exception), silent, picked, launches.record(job.capability), elsewhere:
         execute.bind(spec, fn, spec.make_inputs(case, "cuda", None), tunable.mode)()

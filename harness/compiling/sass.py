@@ -1,9 +1,9 @@
 """The machine code of a kernel, read from the cubin: registers, spills, tensor-core instructions, access widths, and
-arrivals at an mbarrier that overtake reads of shared memory.
+arrivals at an mbarrier that may precede the completion of shared-memory reads.
 
 Spills are counted in the instructions: bytes per thread stored to and loaded from local memory, summed over the static
-STL and LDL instructions. That is how `ptxas -v` counts "spill stores" and "spill loads", and a local array that could
-not be kept in registers counts as well.
+STL and LDL instructions. That is how `ptxas -v` counts "spill stores" and "spill loads"; a local array that is not kept
+in registers counts as well.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-#: Matrix instructions: HMMA (fp16, bf16, tf32), IMMA, DMMA, QMMA (fp8); with a G those of a warp group on Hopper.
+#: Matrix instructions: HMMA (fp16, bf16, tf32), IMMA, DMMA, QMMA (fp8); with a G the warpgroup instructions of Hopper.
 _MMA = re.compile(r"(?:BMMA|[DHIQ]MMA|[BHIQ]GMMA|OMMA|UTC[A-Z]*MMA)$")
-#: Loads and stores of global memory; LDGSTS copies to shared memory on the way.
+#: Loads and stores of global memory; LDGSTS also copies to shared memory.
 _LOADS = {"LDG": "LDG", "LD": "LD", "LDGSTS": "LDGSTS"}
 _STORES = {"STG": "STG", "ST": "ST"}
 #: Bulk copies and tensor copies move tiles, so they have no width.
 _TMA_LOADS = {"UTMALDG", "UBLKCP"}
 _TMA_STORES = {"UTMASTG", "UTMAREDG"}
 _LOCAL_STORES, _LOCAL_LOADS = "STL", "LDL"
-#: Reads of shared memory, and by generic addresses of what may be shared memory.
+#: Reads of shared memory, and reads by generic addresses, which may be of shared memory.
 _SHARED_READS = {"LDS", "LDSM", "LD", "ATOMS", "ATOM"}
-#: Arrivals at an mbarrier of another CTA, and of the own one; not those that expect bytes, which producers make.
+#: Arrivals at an mbarrier of another CTA, and of the own CTA, except those of producers, which expect bytes.
 _REMOTE_ARRIVAL = re.compile(r"\bSYNCS\.ARRIVE\.(?:\w+\.)*RED\b")
 _OWN_ARRIVAL = re.compile(r"\bSYNCS\.ARRIVE\.(?!(?:\w+\.)*RED\b)(?:\w+\.)*A1T0\b")
 
-#: Changes whenever `parse` counts otherwise, so that what was remembered is not taken for it.
+#: Changes whenever `parse` counts differently, which invalidates cached results.
 SCHEMA = b"6"
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<code>[A-Z][\w.]*)", re.MULTILINE)
-#: The same with its operands and its encoding, of which the second word holds the scoreboards.
+#: The same with operands and encoding; the second word of the encoding holds the scoreboards.
 _ENCODED = re.compile(
     r"^\s*/\*(?P<place>[0-9a-f]{4,})\*/\s+(?P<predicate>@!?U?P\w+\s+)?(?P<code>[A-Z][\w.]*)(?P<operands>[^;]*);"
     r"\s*/\* 0x[0-9a-f]{16} \*/\s*/\* 0x(?P<control>[0-9a-f]{16}) \*/",
     re.MULTILINE,
 )
-#: What does not go on to the next instruction, unless predicated. BRA P0, 0x70 and BRA.DIV UR4, 0x70 may.
+#: Instructions that do not fall through, unless predicated. BRA P0, 0x70 and BRA.DIV UR4, 0x70 may.
 _ENDS = re.compile(r"EXIT|BRA 0x[0-9a-f]+")
 _TARGET = re.compile(r"\b0x([0-9a-f]+)$")
 _TO_FP8 = re.compile(r"F2FP\.(?:\w+\.)*E[45]M[23]\.F32\.")
@@ -55,10 +55,10 @@ _THREADS = re.compile(r"\.(?:reqntid|maxntid)\s+([\d, ]+)")
 @dataclass(frozen=True)
 class Usage:
     """`registers` per thread; `stack`, `spill_stores` and `spill_loads` in bytes per thread. `mma`, `loads` and
-    `stores` count instructions: {"HGMMA": 8}, {"LDG.128": 4}; `to_fp8` those that convert fp32 to fp8, `wgmma_waits`
-    those that wait for wgmmas: ptxas puts one behind each wgmma whose registers it cannot follow. `early_arrivals`
-    counts arrivals at an mbarrier of another CTA that `early_arrivals` finds, and `early_own_reads` the pending reads
-    of those at an mbarrier of the own CTA: {"LDS.64": 2, "LDSM": 4}."""
+    `stores` count instructions: {"HGMMA": 8}, {"LDG.128": 4}. `to_fp8` counts conversions from fp32 to fp8.
+    `wgmma_waits` counts waits for wgmmas: ptxas inserts one after each wgmma whose registers it cannot track.
+    `early_arrivals` counts the arrivals at another CTA's mbarrier that the function `early_arrivals` finds, and
+    `early_own_reads` the pending reads at arrivals at an mbarrier of the own CTA: {"LDS.64": 2, "LDSM": 4}."""
 
     registers: int
     stack: int
@@ -74,15 +74,15 @@ class Usage:
 
     @property
     def spills(self) -> int:
-        """The figure that `SPEC.spills` bounds."""
+        """The figure that `SPEC.spills` limits."""
         return max(self.spill_stores, self.spill_loads)
 
 
 @cache
 def tool(name: str) -> Path:
-    """A binary of the CUDA toolkit that comes with Triton, where Triton's own settings look for it.
+    """A binary of the CUDA toolkit that is installed with Triton, where Triton's own settings look for it.
 
-    Raises FileNotFoundError saying where it was sought.
+    Raises FileNotFoundError, which says where it was looked for.
     """
     from triton import knobs
 
@@ -103,13 +103,13 @@ def ptxas_version() -> str:
 
 
 def inspect(cubin: bytes, function: str | None = None) -> Usage:
-    """Reads a kernel's cubin with cuobjdump; of one that holds several kernels that `function`."""
+    """Reads a kernel's cubin with cuobjdump; `function` selects one kernel if there are several."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         path = tool("cuobjdump")
         command = [str(path), "--dump-resource-usage", "--dump-sass", file.name]
-        # cuobjdump finds nvdisasm, which lies beside it, by PATH.
+        # cuobjdump finds nvdisasm, which is in the same folder, through PATH.
         environment = {**os.environ, "PATH": f"{path.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
         run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if run.returncode:
@@ -118,7 +118,7 @@ def inspect(cubin: bytes, function: str | None = None) -> Usage:
 
 
 def _only(text: str, function: str) -> str:
-    """What cuobjdump says of one function: `Function name:` before its resources, `Function : name` before its code."""
+    """cuobjdump's output for one function: `Function name:` precedes its resources, `Function : name` its code."""
     sections = re.split(r"^(?=\s*Function\s*:?\s*\S+)", text, flags=re.MULTILINE)
     return "".join(
         s for s in sections if re.match(rf"\s*Function\s*:?\s*{re.escape(function)}\s*:?\s*$", s.split("\n")[0])
@@ -126,7 +126,7 @@ def _only(text: str, function: str) -> str:
 
 
 def parse(text: str) -> Usage:
-    """The output of `cuobjdump --dump-resource-usage --dump-sass` for one kernel."""
+    """Parses the output of `cuobjdump --dump-resource-usage --dump-sass` for one kernel."""
     usage = _USAGE.search(text)
     codes = _INSTRUCTION.findall(text)
     if usage is None or not codes:
@@ -149,8 +149,8 @@ def parse(text: str) -> Usage:
 
 @dataclass(frozen=True)
 class _Step:
-    """An instruction with its address `place`. `waits` are bits of the six scoreboards, those that it waits for before
-    it is issued; `sets` is the one that it holds until the result of its read of shared memory is there, or None."""
+    """An instruction with its address `place`. `waits` has a bit for each of the six scoreboards that it waits for
+    before it is issued; `sets` is the one that it holds until its shared-memory read completes, or None."""
 
     place: int
     code: str
@@ -162,23 +162,23 @@ class _Step:
 
 
 def early_arrivals(text: str, own: bool = False) -> list[list[str]]:
-    """The arrivals at an mbarrier of another CTA, or with `own` of the same, that may be issued before a read of shared
-    memory has its result: of each these reads, such as ["LDS.64", "LDSM"].
+    """The arrivals at an mbarrier of another CTA, or with `own` of the own CTA, that may be issued before a read of
+    shared memory has completed; for each the pending reads, such as ["LDS.64", "LDSM"].
 
-    Such an arrival says that the memory may be written over. ptxas makes it wait for no read, so it can come first:
-    `fence_reads` of mbarrier.cuh is the remedy. In the own CTA it is needed where TMA writes next: the writes of
-    threads stay behind the reads of other threads before the arrival. `text` is as for `parse`, of compute capability
-    7.0 or more.
+    Such an arrival signals that the memory may be overwritten. ptxas does not make it wait for any read, so it can come
+    first; the remedy is `fence_reads` of mbarrier.cuh. In the own CTA the fence is needed if TMA writes next: writes of
+    threads are ordered after other threads' reads that precede the arrival. `text` is as for `parse`, of compute
+    capability 7.0 or more.
 
     A read (LDS, LDSM, ATOMS, and LD and ATOM by generic addresses) is pending from its issue until an instruction
-    waits for its scoreboard, on any path of branches whose target is in the text. Scoreboards are those of a warp: a
-    wait is for the reads that its lanes have issued together. Every read counts, also one of memory that the arrival
-    does not give back. What is not seen: lanes that diverge, of which one arrives before another has issued its read
-    (`ldmatrix` is issued by all together, other reads need __syncwarp() before the arrival); reads by wgmma and by TMA,
-    which have no scoreboard; branches to computed targets (BRX, RET); and releases by other means than an mbarrier,
-    such as the barriers of a CTA or of the cluster.
+    waits for its scoreboard, on any path of branches whose target is in the text. Scoreboards are per warp: a wait
+    covers the reads that its lanes have issued together. Every read counts, also one of memory that the arrival does
+    not release. Not detected are: diverged lanes, one of which arrives before another has issued its read (`ldmatrix`
+    is issued by all lanes together, other reads need __syncwarp() before the arrival); reads by wgmma and by TMA, which
+    have no scoreboard; branches to computed targets (BRX, RET); and releases by other means than an mbarrier, such as
+    the barriers of a CTA or of the cluster.
 
-    Raises RuntimeError where there are such arrivals and the encodings do not stand beside the instructions.
+    Raises RuntimeError if there are such arrivals and the output lacks the encodings of the instructions.
     """
     arrival = _OWN_ARRIVAL if own else _REMOTE_ARRIVAL
     if not arrival.search(text):
@@ -191,8 +191,8 @@ def early_arrivals(text: str, own: bool = False) -> list[list[str]]:
 
 
 def _step(found: re.Match[str], arrival: re.Pattern[str]) -> _Step:
-    """The control bits are those from 105 on: 4 of stall and 1 of yield, 3 for the scoreboard of the result and 3 for
-    that of the operands (7 is none), and 6 of those to wait for."""
+    """Decodes an instruction. The control bits start at bit 105: 4 of stall and 1 of yield, 3 for the scoreboard of the
+    result and 3 for that of the operands (7 is none), and a mask of 6 scoreboards to wait for."""
     control = int(found["control"], 16) >> 41
     code, operands = found["code"], found["operands"].strip()
     name, result = code.split(".")[0], control >> 5 & 7
@@ -209,8 +209,8 @@ def _step(found: re.Match[str], arrival: re.Pattern[str]) -> _Step:
 
 
 def _early(steps: list[_Step]) -> list[list[str]]:
-    """`early_arrivals` of one function. What may be pending before each instruction, until it no longer grows, has a
-    bit for each kind of read and scoreboard."""
+    """`early_arrivals` of one function, by fixed-point iteration. The reads that may be pending before each instruction
+    have one bit for each kind of read and scoreboard."""
     index_of = {step.place: index for index, step in enumerate(steps)}
     kinds = sorted({_read(step.code) for step in steps if step.sets is not None})
     everywhere = sum(1 << 6 * kind for kind in range(len(kinds)))
@@ -231,7 +231,7 @@ def _early(steps: list[_Step]) -> list[list[str]]:
 
 
 def _read(code: str) -> str:
-    """The kind of a read of shared memory: LDSM, or with its width, as in LDS.64."""
+    """The kind of a shared-memory read: LDSM, or with its width, as in LDS.64."""
     parts = code.split(".")
     return "LDSM" if parts[0] == "LDSM" else f"{parts[0]}.{_bits(parts)}"
 
@@ -258,17 +258,17 @@ def _count(names: Iterable[str | None]) -> dict[str, int]:
 
 
 def widest(accesses: dict[str, int]) -> str:
-    """The widest of `loads` or `stores`: "TMA", "LDG.128", or "" where there is none."""
+    """The widest of `loads` or `stores`: "TMA", "LDG.128", or "" if there is none."""
     return max(accesses, key=lambda name: (name == "TMA", int(name.partition(".")[2] or 0), name), default="")
 
 
 def to_fp8(ptx: str) -> int:
-    """How many instructions of a kernel's PTX convert fp32 to fp8."""
+    """The number of instructions in a kernel's PTX that convert fp32 to fp8."""
     return len(_PTX_TO_FP8.findall(ptx))
 
 
 def threads(ptx: str, num_warps: int) -> int:
-    """Threads per CTA. The PTX says it: a warp-specialised kernel has more than `num_warps` of them."""
+    """Threads per CTA, from the PTX, since a warp-specialised kernel has more than `num_warps` warps."""
     found = _THREADS.search(ptx)
     if found is None:
         return 32 * num_warps

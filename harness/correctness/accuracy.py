@@ -4,27 +4,28 @@ For one output, with r the result, o the oracle (fp64), e eager (the reference i
 
 shape, dtype      those of e.
 nan, inf          Every element is finite, nan, +inf or -inf. Its class must be that of o rounded to e's dtype, or that
-                  of e: eager's own dtype may overflow (on the way, or at the last rounding) where fp64 does not. Where
-                  |o| is within the error allowed of the largest number of e's dtype, r may be finite or infinite.
+                  of e: eager's own dtype may overflow (in an intermediate result, or at the last rounding) where fp64
+                  does not. Where |o| is within the allowed error of the largest value of e's dtype, r may be finite or
+                  infinite.
 error             With e_r = |r - o| and e_e = |e - o|, each over the elements where both sides are finite,
                       max e_r <= ratio · max e_e + floor · eps · max |o| + step
                       rms e_r <= ratio · rms e_e + floor · eps · rms o + step
                   ratio and floor come from `spec.Tolerance`, eps from e's dtype; max and rms of o are taken over its
-                  finite elements. step is one subnormal step of that dtype and never less than the smallest normal
-                  fp32 number, since GPUs may flush subnormals to zero.
-small values      the elements whose |o| is at most 1 % of the largest, and above 0.01 % of it, must satisfy the rule
-                  for the RMS among themselves, and so must those below: else they could all be wrong and stay within
-                  what the largest allow. rms e_e is increased by max e_e / √n there, of n elements, since few of them
-                  may make most of it. From 32 elements on, where nothing limits the comparison to a part.
-bfloat16          also max e_r <= 2e-2 · max |o| and (from 64 elements on, where an RMS means something)
-                  rms e_r <= 4e-3 · rms o, unless the rule above, with its ratio of 2, already allows eager's kind of
-                  arithmetic more than that.
+                  finite elements. step is the subnormal spacing of that dtype, and at least the smallest normal fp32
+                  number, since GPUs may flush subnormals to zero.
+small values      The RMS rule must also hold separately for the elements whose |o| is between 0.01 % and 1 % of the
+                  largest, and for those below. Otherwise all of them could be wrong within the tolerance that the
+                  largest elements imply. There rms e_e is increased by max e_e / √n for n elements, since few of them
+                  may dominate it. Applies from 32 elements on, where the comparison covers all elements.
+bfloat16          also max e_r <= 2e-2 · max |o| and (from 64 elements on, where an RMS is meaningful)
+                  rms e_r <= 4e-3 · rms o, unless the rule above, with its ratio of 2, already allows more because
+                  eager's arithmetic is less accurate.
 fp8 cases         instead of the error rules: 1 - 2·Σ r·o / Σ (r² + o²) < 1e-3, and each element of an fp8 result is at
                   most one step of its dtype from that of e, or from o rounded to it.
 integers, bool    equal to o.
 
-Nothing here knows about kernels; `check` does. Tensors are taken in pieces, so that a result of 10⁹ elements needs
-little memory beside itself.
+This module knows nothing about kernels; `check` does. Tensors are compared in chunks, so that a result of 10⁹ elements
+needs little additional memory.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ FP8 = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8_") and
 BF16_MAX, BF16_RMS, BF16_RMS_FROM = 2e-2, 4e-3, 64
 RATIO = Tolerance().ratio
 FP8_DISTANCE = 1e-3
-# Of the largest |o|: an upper bound of magnitude, which belongs to the bin, and a lower one, which does not.
+# Magnitude bins as fractions of the largest |o|: the upper bound is inclusive, the lower one exclusive.
 BINS, BIN_LEAST = ((1e-2, 1e-4), (1e-4, 0.0)), 32
 _CLASSES = ("finite", "nan", "+inf", "-inf")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """ok, or why not. `cause` is one word for the kind of fault (see `CAUSES`); `numbers` are the errors measured:
-    max, rms (of the result), eager_max, eager_rms, scale_max, scale_rms, yardstick_max, yardstick_rms (the larger of
-    eager's error and the noise), limit_max, limit_rms."""
+    """Whether a result is accepted, and why not. `cause` is one word for the kind of fault (see `CAUSES`). `numbers`
+    are the errors measured: max, rms (of the result), eager_max, eager_rms, scale_max, scale_rms, yardstick_max,
+    yardstick_rms (the larger of eager's error and the noise), limit_max, limit_rms."""
 
     ok: bool
     reason: str = ""
@@ -59,7 +60,7 @@ class Verdict:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
-# Every cause a Verdict may carry.
+# Every cause that a Verdict may have.
 CAUSES = {
     "count": "wrong number of outputs",
     "shape": "wrong shape",
@@ -88,7 +89,7 @@ CAUSES = {
 
 @dataclass
 class _Sums:
-    """What is gathered over the pieces of one output."""
+    """Running maxima, counts and sums over the chunks of one output."""
 
     count: int = 0
     max: float = 0.0
@@ -115,9 +116,9 @@ def compare(
     noise: Sequence[torch.Tensor] = (),
     scale: torch.Tensor | None = None,
 ) -> Verdict:
-    """One output against the rule above. `dtype` is the case's; `where` (bool, of the output's shape) limits the
-    comparison to a part of the elements; the errors of the tensors in `noise` stand in for eager's where they are
-    larger (`oracle.Expected.verdict` says why); the max and RMS of `scale` for the oracle's where they are larger."""
+    """Verdict on one output by the rule above. `dtype` is the case's. `where` (bool, of the output's shape) restricts
+    the comparison to some elements. The errors of the tensors in `noise` replace eager's where they are larger
+    (`oracle.Expected.verdict` says why), as do the max and RMS of `scale` those of the oracle."""
     if result.shape != eager.shape:
         return Verdict(False, f"shape is {tuple(result.shape)}, expected {tuple(eager.shape)}", "shape")
     if result.dtype != eager.dtype:
@@ -158,8 +159,8 @@ def compare_all(
     noise: Sequence[Sequence[torch.Tensor]] = (),
     scale: Sequence[torch.Tensor] | None = None,
 ) -> Verdict:
-    """All outputs of a call. The first that fails decides; the numbers are those of the output that comes closest to
-    its limit."""
+    """Verdict on all outputs of a call. The first one that fails decides; otherwise the numbers are those of the output
+    that comes closest to its limit."""
     if len(results) != len(eagers):
         return Verdict(False, f"{len(results)} outputs, expected {len(eagers)}", "count")
     worst: Mapping[str, float] = {}
@@ -173,7 +174,7 @@ def compare_all(
 
 
 def upcast(tensor: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """The tensor as the oracle reads it: floating point in `dtype`, everything else as it is."""
+    """The tensor as the oracle reads it: floating-point tensors in `dtype`, all others unchanged."""
     return tensor.to(dtype) if tensor.dtype.is_floating_point else tensor
 
 
@@ -191,7 +192,7 @@ def same_bits(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
 
 
 def _pieces(first: torch.Tensor, *others: torch.Tensor | None) -> Iterator[tuple]:
-    """Flat views of the same elements of each tensor, PIECE at a time, with the index of the first."""
+    """Yields flat views of the same PIECE elements of each tensor, with the index of the first."""
     flat = [None if t is None else t.detach().reshape(-1) for t in (first, *others)]
     for start in range(0, first.numel(), PIECE):
         yield start, *(None if t is None else t[start : start + PIECE] for t in flat)
@@ -206,8 +207,8 @@ def _classes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _at_the_limit(result, oracle, eager, where, error: float) -> bool:
-    """Whether all elements of the wrong class are those that an error of this size makes overflow, or keeps from it."""
-    if eager.dtype in FP8:  # which saturate
+    """Whether every element of the wrong class lies where an error of this size can cause or prevent overflow."""
+    if eager.dtype in FP8:  # fp8 conversions saturate
         return False
     most = torch.finfo(eager.dtype).max
     for _, r, o, e, w in _pieces(result, oracle, eager, where):
@@ -219,7 +220,7 @@ def _at_the_limit(result, oracle, eager, where, error: float) -> bool:
 
 
 def _add(sums: _Sums, start: int, r, o, e, where, dtype: torch.dtype) -> None:
-    """One piece into the sums. The oracle counts as overflowing where it does so once rounded to the result's dtype."""
+    """Adds one chunk. The oracle counts as overflowing where it does so after rounding to the result's dtype."""
     r_class, o_class, e_class = _classes(r), _classes(o.to(dtype)), _classes(e)
     wrong = (r_class != o_class) & (r_class != e_class)
     r, o, e = r.double(), o.double(), e.double()
@@ -247,7 +248,7 @@ def _add(sums: _Sums, start: int, r, o, e, where, dtype: torch.dtype) -> None:
 def _fold(
     count: int, maximum: float, squares: float, values: torch.Tensor, mask: torch.Tensor
 ) -> tuple[int, float, float]:
-    """Count, largest magnitude and sum of squares with the masked values added. A piece is never empty."""
+    """Count, largest magnitude and sum of squares with the masked values added. A chunk is never empty."""
     values = torch.where(mask, values, 0.0)
     return count + int(mask.sum()), max(maximum, float(values.abs().max())), squares + float(values.square().sum())
 
@@ -299,7 +300,7 @@ def _numbers(
 def _rules(
     sums: _Sums, n: Mapping[str, float], dtype: torch.dtype, result_dtype: torch.dtype
 ) -> Iterator[tuple[bool, str]]:
-    """(fails, reason) of every rule that applies."""
+    """Yields (fails, reason) for every rule that applies."""
     if dtype in FP8 or result_dtype in FP8:
         total = sums.result_squares + sums.scale_squares
         distance = 1 - 2 * sums.product / total if total else 0.0
@@ -328,7 +329,7 @@ def _wrong_bin(
     tolerance: Tolerance,
     numbers: Mapping[str, float],
 ) -> str:
-    """Which of BINS breaks the rule for the RMS, and by how much; "" if none does."""
+    """Which of BINS violates the RMS rule, and by how much; "" if none does."""
     info = torch.finfo(eager.dtype)
     step = max(info.smallest_normal * info.eps, torch.finfo(torch.float32).smallest_normal)
     sums = torch.zeros(len(BINS), 3 + len(noise), dtype=torch.float64, device=result.device)
@@ -349,8 +350,8 @@ def _wrong_bin(
         BINS, counts.tolist(), sums.tolist(), largest.tolist(), strict=True
     ):
         scale, error, *yardsticks = (_rms(s, count) for s in squares)
-        # Small values are often differences of large ones, and then a few of them make most of the RMS. It is as
-        # uncertain as one more such element makes it.
+        # Small values are often differences of large ones, and then a few of them dominate the RMS. Its uncertainty is
+        # the contribution of one more such element.
         chance = max(most[2:]) / math.sqrt(max(count, 1))
         limit = tolerance.ratio * (max(yardsticks) + chance) + tolerance.floor * info.eps * scale + step
         if count >= BIN_LEAST and not error <= limit:
@@ -360,7 +361,7 @@ def _wrong_bin(
 
 
 def _beyond_a_step(result: torch.Tensor, oracle: torch.Tensor, eager: torch.Tensor, where: torch.Tensor | None) -> str:
-    """How many elements of an fp8 result are further than one step from both eager's and the oracle's; "" if none."""
+    """How many elements of an fp8 result are more than one step from both eager's and the oracle's; "" if none."""
     wrong, first = 0, -1
     for start, r, o, e, w in _pieces(result, oracle, eager, where):
         rounded = o.to(eager.dtype)
@@ -377,11 +378,11 @@ def _beyond_a_step(result: torch.Tensor, oracle: torch.Tensor, eager: torch.Tens
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
-    """Consecutive integers for consecutive numbers of an fp8 dtype."""
+    """Maps consecutive values of an fp8 dtype to consecutive integers."""
     pattern = tensor.view(torch.uint8).to(torch.int16)
     return torch.where(pattern < 128, pattern, 128 - pattern)
 
 
 def _closeness(numbers: Mapping[str, float]) -> float:
-    """The larger share of a limit that an error takes up."""
+    """The larger of the two ratios of error to limit."""
     return max((numbers[k] / numbers[f"limit_{k}"] for k in ("max", "rms") if numbers.get(f"limit_{k}")), default=-1.0)

@@ -1,8 +1,8 @@
-"""Every address that a kernel reads or writes in Triton's interpreter must lie in a tensor that it was given.
+"""Checks in Triton's interpreter that every address which a kernel accesses lies in a tensor that it was given.
 
-Guard zones show a write outside a tensor, and poison a read whose value reaches the result. A lane without a mask that
-reads past the end, and whose value is dropped later, shows in neither; on a GPU it may end the process. Here each load,
-store and atomic is compared with the extents of the launch's arguments, before it happens.
+Guard zones detect a write outside a tensor, and poison a read whose value reaches the result. Neither detects an
+unmasked lane that reads out of bounds if its value is discarded later; on a GPU such a read may end the process. Here
+each load, store and atomic is compared with the extents of the launch's arguments before it executes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class OutsideError(Exception):
 
 @contextmanager
 def checked(*more: Any) -> Iterator[None]:
-    """Raises an OutsideError, wrapped in Triton's InterpreterError, from the launch that is at fault. `more`: tensors,
-    lists and tuples of them, that a kernel may reach without their being its arguments, through a table of addresses or
-    from a neighbour in the same storage. Without effect on compiled kernels."""
+    """Makes an out-of-bounds launch raise OutsideError, wrapped in Triton's InterpreterError. `more`: tensors (or lists
+    and tuples of them) that a kernel may access although they are not its arguments, through a table of addresses or
+    as a neighbour in the same storage. Has no effect on compiled kernels."""
     from triton.runtime import interpreter
 
     current: list[list[Extent]] = []
@@ -65,7 +65,7 @@ def checked(*more: Any) -> Iterator[None]:
 
 
 def _extents(value: Any) -> Iterator[Extent]:
-    """First address and the one after the last, of each tensor in an argument."""
+    """Yields the first address and the one past the last, of each tensor in an argument."""
     if isinstance(value, tuple | list):
         for inner in value:
             yield from _extents(inner)
@@ -78,7 +78,7 @@ def _extents(value: Any) -> Iterator[Extent]:
 
 
 def _merged(extents: list[Extent]) -> list[Extent]:
-    """Sorted, those that touch made one."""
+    """The extents, sorted, with adjacent and overlapping ones merged."""
     found: list[Extent] = []
     for start, end in sorted(extents):
         if found and start <= found[-1][1]:
@@ -97,7 +97,7 @@ def _check(pointers: Any, mask: Any, extents: list[Extent], what: str) -> None:
     if not addresses.size:
         return
     size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-    starts, ends = np.array([(0, 0), *extents], dtype=np.int64).T  # the first, an empty one, is before all addresses
+    starts, ends = np.array([(0, 0), *extents], dtype=np.int64).T  # an empty extent before all addresses
     outside = addresses + size > ends[np.searchsorted(starts, addresses, side="right") - 1]
     if outside.any():
         count = int(outside.sum())

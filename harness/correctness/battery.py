@@ -1,9 +1,9 @@
-"""The numerical checks: one implementation of a kernel on one case against the oracle, with every input that SPEC
-allows.
+"""The numerical checks: one implementation of a kernel on one case against the oracle, with every kind of input that
+SPEC allows.
 
 A check is a function of a Subject that returns nothing, or raises Rejected (with a Verdict) or Skipped (with a reason).
-All of them use `examine`: one call with fresh memory poisoned, outputs and inputs between guard zones, and the results
-compared with the oracle. They differ in the inputs that they pass to it.
+All of them use `examine`: one call with poisoned fresh memory, inputs and outputs between guard zones, and a comparison
+of the results with the oracle. They differ in the inputs that they pass to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .in_place import OnCopies, overlapping
 from .oracle import Expected, OutGrads, Tensors, call, expected_of, hold_against, judge
 
 _REFUSAL = re.compile(r"\w+: \w+=\S+ cannot run here: ")
-REPEATS = {"cpu": 3, "cuda": 10}  # the interpreter runs programs one after the other
+REPEATS = {"cpu": 3, "cuda": 10}  # the interpreter runs the programs of a grid serially
 
 
 class Rejected(Exception):
@@ -40,18 +40,18 @@ class Rejected(Exception):
 
 
 class Refused(Rejected):
-    """The implementation says that it does not take these inputs: `op: option="value" cannot run here: reason`."""
+    """The implementation reports that it does not support the inputs: `op: option="value" cannot run here: reason`."""
 
 
 class Skipped(Exception):
-    """The check cannot be made here; the message says why."""
+    """The check cannot run here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked: an implementation `fn`, called `name`, on one case and device. All data come from `seed`.
+    """The object of a check: an implementation `fn` named `name`, on one case and device. All data come from `seed`.
 
-    `taken` and `refused` say of each variant of the inputs whether the implementation took it.
+    `taken` and `refused` list the variants of the inputs that the implementation accepted and refused.
     """
 
     spec: KernelSpec
@@ -67,11 +67,11 @@ class Subject:
         return torch.Generator(self.device).manual_seed(self.seed + offset)
 
     def inputs(self, offset: int = 0, case: Case | None = None) -> Inputs:
-        """Fresh random inputs; another offset gives others."""
+        """Fresh random inputs; each offset gives different ones."""
         return self.spec.make_inputs(case or self.case, self.device, self.generator(offset))
 
     def out_grads(self, inputs: Inputs, offset: int = 0) -> list[torch.Tensor]:
-        """Incoming gradients for the outputs that the reference has on these inputs; 0 in the rows outside a sample."""
+        """Incoming gradients for the outputs that the reference has on these inputs; 0 in rows that are not sampled."""
         sample = self.sample(inputs)
         outputs, _ = call(self.spec, self.spec.reference, sample.inputs(inputs) if sample else inputs)
         like = [t for t in outputs if t.is_floating_point()]
@@ -94,14 +94,14 @@ class Subject:
         return judge(self.spec, self.case, inputs, out_grads, results, wrt, sample=self.sample(inputs))
 
     def expected(self, inputs: Inputs, out_grads: OutGrads | None) -> Expected:
-        """What all outputs and gradients should be."""
+        """The expected outputs and gradients."""
         return expected_of(self.spec, inputs, out_grads, sample=self.sample(inputs))
 
     def hold_against(self, truth: Expected, inputs: Inputs, results: Sequence[torch.Tensor]) -> Verdict:
         return hold_against(truth, results, self.case, self.spec, self.sample(inputs))
 
     def on_copies(self) -> OnCopies:
-        """What is called in place of `fn`, so that inputs that it updates stay as they were."""
+        """A wrapper that calls `fn` on copies of the inputs that it updates in place, so that these do not change."""
         return OnCopies(self.fn, self.case.mutates)
 
     def differentiable(self, inputs: Inputs) -> bool:
@@ -113,12 +113,12 @@ def contiguous(name: str, values: torch.Tensor) -> torch.Tensor:
 
 
 def as_made(name: str, values: torch.Tensor) -> torch.Tensor:
-    """Guarded where it is contiguous; a layout that `make_inputs` chose is part of the case and stays."""
+    """Guarded where contiguous; a layout that `make_inputs` chose is part of the case and is kept."""
     return contiguous(name, values) if values.is_contiguous() else values
 
 
 def writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or where its elements share memory the same values each in a place of its own."""
+    """The tensor itself, or a contiguous copy of the values where its elements overlap in memory."""
     return contiguous(name, tensor) if overlapping(tensor) else tensor
 
 
@@ -134,7 +134,7 @@ def grad_names(out_grads: OutGrads) -> list[str]:
 def guarded_call(
     s: Subject, inputs: Inputs, out_grads: OutGrads | None, wrt: Sequence[str] | None = None, where: str = ""
 ) -> guard.Observed:
-    """Outputs and gradients of one observed call. Raises Rejected for any fault but wrong numbers and strides."""
+    """Outputs and gradients of one observed call. Raises Rejected for any fault except wrong values and strides."""
     named = dict(zip(grad_names(out_grads or ()), out_grads or (), strict=True))
     snapshot, fn = guard.Snapshot({**inputs, **named}), s.on_copies()
 
@@ -158,8 +158,8 @@ def guarded_call(
 
 @contextmanager
 def may_be_refused(s: Subject, where: str) -> Iterator[None]:
-    """Around the examination of inputs that differ from the case's: an implementation that is one of several, which a
-    user chooses by an option, may say that it does not take them. What "auto" stands for takes everything."""
+    """Context for a check on inputs that differ from the case's. One of several implementations, which a user selects
+    by an option, may report that it does not support them. The implementation behind "auto" must support everything."""
     try:
         yield
         s.taken.append(where)
@@ -170,7 +170,7 @@ def may_be_refused(s: Subject, where: str) -> Iterator[None]:
 
 
 def as_rejection(error: Exception, where: str = "") -> Exception:
-    """What an exception of the implementation means."""
+    """The Refused or Rejected that stands for an exception of the implementation."""
     if execute.out_of_memory(error):
         return Skipped(f"out of memory: {execute.first_line(error)}")
     if isinstance(error, execute.Unavailable):
@@ -189,10 +189,10 @@ def examine(
     only: int | None = None,
     forward_too: bool = False,
 ) -> Verdict:
-    """One observed call on `inputs`, placed in memory by `place`, against the oracle; raises Rejected.
+    """Compares one observed call on `inputs`, placed in memory by `place`, with the oracle; raises Rejected.
 
-    In mode "bwd" the outputs are checked as well as the gradients. `only` limits the outputs that have an incoming
-    gradient. `forward_too` adds a call without autograd, whose outputs are held against the same oracle.
+    In mode "bwd" the outputs are checked as well as the gradients. `only` restricts which output has an incoming
+    gradient. `forward_too` adds a call without autograd, whose outputs are compared with the same oracle.
     """
     inputs, out_grads = prepared(s, inputs, mode, place)
     if out_grads is not None:
@@ -217,7 +217,7 @@ def prepared(
 
 
 def hold(s: Subject, observed: guard.Observed, truth: Expected, inputs: Inputs, where: str = "") -> Verdict:
-    """The results of one call against the oracle, their strides against eager's; raises Rejected."""
+    """Compares the results of one call with the oracle, and their strides with eager's; raises Rejected."""
     verdict = s.hold_against(truth, inputs, observed.copies)
     if verdict.ok and s.sample(inputs) is None and not (strides := _strides(s, observed.results, truth, inputs)).ok:
         verdict = strides
@@ -227,10 +227,10 @@ def hold(s: Subject, observed: guard.Observed, truth: Expected, inputs: Inputs, 
 
 
 def _strides(s: Subject, results: Sequence[torch.Tensor], truth: Expected, inputs: Inputs) -> Verdict:
-    """Whether the results have eager's strides or, where it has others for its own reasons, are contiguous.
+    """Whether the results have eager's strides or, failing that, are contiguous.
 
-    Eager's strides follow from those of its inputs. What is updated in place has the strides it had, and SPEC may
-    declare outputs with strides of their own. Those of gradients are autograd's affair.
+    Eager's strides follow from those of its inputs. A tensor updated in place keeps its strides, and SPEC may declare
+    outputs with strides of their own. Strides of gradients are not checked: autograd decides them.
     """
     own = {f"output {index}" for index in s.spec.own_strides(s.case)}
     for name, result, eager in zip(truth.names, results, truth.eager, strict=True):
@@ -244,18 +244,18 @@ def _strides(s: Subject, results: Sequence[torch.Tensor], truth: Expected, input
 
 
 def _spread(tensor: torch.Tensor) -> list[int]:
-    """The strides that matter."""
+    """The strides of the dimensions longer than one element."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def accuracy(s: Subject, mode: str) -> Verdict:
-    """Random inputs as SPEC makes them."""
+    """Compares with the oracle on random inputs as SPEC makes them."""
     return examine(s, s.inputs(), mode, as_made)
 
 
 def replay(s: Subject, mode: str) -> None:
-    """The same addresses with new contents must give the new answer, and leave the former one as it was. The first
-    element of each input stays, lest it tell that the others are new."""
+    """New contents at the same addresses must give new results, and leave the former ones unchanged. The first element
+    of each input is kept, so that an implementation cannot detect new contents by it."""
     inputs, out_grads = prepared(s, s.inputs(), mode)
     first = guarded_call(s, inputs, out_grads)
     refresh(inputs, s.inputs(offset=100))
@@ -273,7 +273,7 @@ def replay(s: Subject, mode: str) -> None:
 
 
 def refresh(tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """New contents at the same addresses, but for the first element of what is floating point."""
+    """Writes new contents at the same addresses, except the first element of floating-point tensors."""
     firsts = {n: t.flatten()[:1].clone() for n, t in tensors.items() if _keeps_first(t)}
     guard.refill(tensors, values)
     for name, first in firsts.items():
@@ -285,13 +285,13 @@ def _keeps_first(tensor: Any) -> bool:
 
 
 def _apart(results: Tensors, inputs: Inputs, copies: Tensors) -> Tensors:
-    """The results, with the copies in place of those that share memory with an input, as a view of it does."""
+    """The results, with a copy in place of each one that shares memory with an input, such as a view of it."""
     held = {t.untyped_storage().data_ptr() for t in inputs.values() if isinstance(t, torch.Tensor)}
     return tuple(c if r.untyped_storage().data_ptr() in held else r for r, c in zip(results, copies, strict=True))
 
 
 def repeat(s: Subject, mode: str) -> None:
-    """Bit-wise equal repeats, where SPEC declares them."""
+    """Checks that repeats are bit-wise equal, where SPEC declares it."""
     declared = s.spec.determinism.get(mode, "none")
     if declared not in ("run-to-run", "on request"):
         raise Skipped(f"determinism of {mode} is declared as {declared!r}")
@@ -311,7 +311,7 @@ def repeat(s: Subject, mode: str) -> None:
 
 
 def strides(s: Subject, mode: str) -> None:
-    """Every layout of every input and incoming gradient, in combinations, with autograd and without."""
+    """Checks every layout of every input and incoming gradient, in combinations, with autograd and without."""
     inputs = s.inputs()
     names = [n for n, t in inputs.items() if isinstance(t, torch.Tensor)]
     if mode not in WITHOUT_AUTOGRAD:
@@ -322,17 +322,17 @@ def strides(s: Subject, mode: str) -> None:
 
 
 def subsets(names: Sequence[str], device: str) -> list[tuple[str, ...]]:
-    """The sets of inputs that are differentiated, in turn. On a GPU all but the whole, which other checks have. In the
-    interpreter, where the 127 backwards of seven inputs take minutes: none, each alone, and all but each. With the
-    whole, any three inputs are differentiated there in every combination."""
+    """The sets of inputs for which gradients are requested. On a GPU: all but the full set, which other checks cover.
+    In the interpreter, where the 127 backwards of seven inputs take minutes: the empty set, each input alone, and all
+    but one. With the full set, any three inputs occur there in every combination."""
     every = range(len(names))
     counts = [count for count in every if device != "cpu" or count in (0, 1, len(names) - 1)]
     return [subset for count in counts for subset in itertools.combinations(names, count)]
 
 
 def partial(s: Subject, mode: str) -> None:
-    """The gradients of `subsets` of the inputs, of none too with autograd on; each output used alone; and a call under
-    torch.no_grad() with inputs that require gradients, as the weights of a model do in inference."""
+    """Checks the gradients of `subsets` of the inputs (also of none, with autograd on); each output used alone; and a
+    call under torch.no_grad() with inputs that require gradients, like a model's weights in inference."""
     inputs, out_grads = prepared(s, s.inputs(), mode)
     assert out_grads is not None
     _as_without_gradients(s, inputs)
@@ -347,13 +347,13 @@ def partial(s: Subject, mode: str) -> None:
 
 
 def _as_without_gradients(s: Subject, inputs: Inputs) -> None:
-    """Under torch.no_grad() it makes no difference that inputs require gradients: not in the bits, nor in the memory
-    that Python code allocates, as for a backward that will not be."""
+    """Under torch.no_grad() it must make no difference that inputs require gradients: neither in the bits, nor in the
+    memory that Python code allocates, as for a backward that will never run."""
     leaves = {n: t.detach().requires_grad_() for n, t in execute.leaves(s.spec, inputs).items()}
     where, found = "under no_grad, with inputs that require gradients", []
     for given in (inputs, {**inputs, **leaves}):
         try:
-            call(s.spec, s.on_copies(), given)  # the first call may make a launch plan
+            call(s.spec, s.on_copies(), given)  # the first call may create a launch plan
             with guard.Allocations() as allocations:
                 outputs, _ = call(s.spec, s.on_copies(), given)
         except Exception as error:
@@ -369,10 +369,10 @@ def _as_without_gradients(s: Subject, inputs: Inputs) -> None:
 
 
 def leading(s: Subject, mode: str) -> None:
-    """More and fewer leading dimensions, some of which cannot be flattened to one stride.
+    """Checks more and fewer leading dimensions, some of which cannot be flattened to one stride.
 
-    The dimension that is split is the first of the tensors of highest rank; whatever shares it is split alike. An op
-    may reject what the reference accepts, with TypeError or ValueError before a launch.
+    The first dimension of the tensors of highest rank is split; all tensors that share it are split alike. An op may
+    reject what the reference accepts, with TypeError or ValueError before a launch.
     """
     inputs = s.inputs()
     tensors = {n: t for n, t in inputs.items() if isinstance(t, torch.Tensor)}
@@ -404,7 +404,7 @@ def _examine_if_defined(s: Subject, inputs: Inputs, mode: str, place: Any, where
     try:
         call(s.spec, s.spec.reference, inputs)
     except (RuntimeError, ValueError, TypeError, IndexError):
-        return  # the operation itself is not defined on such inputs
+        return  # the operation is not defined on such inputs
     with guard.launches() as launched:
         try:
             call(s.spec, s.on_copies(), inputs)

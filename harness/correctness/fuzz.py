@@ -1,6 +1,6 @@
-"""Sizes and layouts drawn at random from SPEC.fuzz, and its corners.
+"""Sizes and layouts drawn at random from SPEC.fuzz, and the corners of its ranges.
 
-The draws are Hypothesis's, derandomised: the same SPEC gives the same examples, and a failure comes with the smallest
+Hypothesis draws them, derandomised: the same SPEC gives the same examples, and a failure is reported with the smallest
 example found. The parameters are those of the case at hand.
 """
 
@@ -18,8 +18,8 @@ PRIMES = (2, 3, 7, 31, 127, 521)
 
 
 def corners(s: Subject) -> list[Case]:
-    """Each dimension in turn at the ends of its range, 1 and the largest prime below the end; the others at theirs in
-    the case, or within the range if that is outside."""
+    """Cases with one dimension at 1, at an end of its range or at the largest prime below the upper end; the others as
+    in the case, clamped to their ranges."""
     base = {d: min(max(s.case.dims.get(d, low), low), high) for d, (low, high) in s.spec.fuzz.items()}
     cases = []
     for dim, (low, high) in s.spec.fuzz.items():
@@ -30,7 +30,7 @@ def corners(s: Subject) -> list[Case]:
 
 
 def sizes(s: Subject, mode: str) -> None:
-    """The corners, then random sizes in random layouts."""
+    """Checks the corners, then random sizes in random layouts."""
     if not s.spec.fuzz:
         raise Skipped("SPEC.fuzz is empty")
     for case in corners(s):
@@ -72,10 +72,10 @@ def _fuzz(s: Subject, mode: str) -> None:
     try:
         one()
     except Rejected as rejection:
-        # Without Hypothesis's own notes and traceback: the reason names the example.
+        # Hypothesis's own notes and traceback are suppressed: the reason names the example.
         raise Rejected(rejection.verdict) from None
 
 
 def resized(case: Case, dims: dict[str, int], suffix: str) -> Case:
-    """The case in another size, marked as such in its name."""
+    """The case with other sizes, marked in its name."""
     return replace(case, name=f"{case.name}.{suffix}", dims={**case.dims, **dims}, bench=False)

@@ -1,8 +1,8 @@
-"""What a call may not touch: the state that the whole process shares.
+"""Detects calls that touch state shared by the whole process.
 
-Two ways are looked for. A value that is another after the call was changed or, as the state of a random number
-generator, used. And a setter that is called in between changes what runs on other threads meanwhile, even if the value
-is put back.
+It is detected in two ways. A value that differs after the call was changed or, like the state of a random number
+generator, consumed. And a setter called in between affects what other threads run meanwhile, even if the value is
+restored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.backends import ContextProp
 
 from .accuracy import Verdict
 
-# Setters in torch._C. torch.backends reads its own once, when it is imported: all its flags go through ContextProp.
+# Setters in torch._C. torch.backends binds its own when it is imported: all its flags go through ContextProp.
 SETTERS = ("_set_default_dtype", "_set_float32_matmul_precision", "_set_deterministic_algorithms")
 
 
@@ -31,7 +31,7 @@ def _generators() -> Hashable:
 
 
 def _flags() -> Hashable:
-    """Of torch.backends. TF32 is under `float32_matmul_precision` too, but not for convolutions."""
+    """The flags of torch.backends. `float32_matmul_precision` covers TF32 too, but not for convolutions."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     return (
         cudnn.benchmark,
@@ -60,7 +60,7 @@ VALUES: dict[str, Callable[[], Hashable]] = {
 
 @contextmanager
 def put_back() -> Iterator[None]:
-    """Afterwards the grad mode, default dtype, matmul precision and current device are what they were: a kernel that
+    """Restores the grad mode, default dtype, matmul precision and current device afterwards, so that a kernel which
     changes one fails its own check and nothing that runs later."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     grad, dtype, precision = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
@@ -77,7 +77,7 @@ def put_back() -> Iterator[None]:
 
 
 class GlobalState:
-    """Watches the state while it is active."""
+    """Watches the shared state while it is active."""
 
     def __init__(self) -> None:
         self._touched: list[str] = []
@@ -105,7 +105,7 @@ class GlobalState:
         return noted
 
     def verdict(self) -> Verdict:
-        """Names what was set, used or left changed."""
+        """The verdict, which names what was set, used or left changed."""
         if not self._touched:
             return Verdict(True)
         names = ", ".join(dict.fromkeys(self._touched))

@@ -1,10 +1,10 @@
-"""Observes one call of an implementation: elements left unwritten, writes outside its outputs, and work that ends late.
+"""Observes one call of an implementation: unwritten elements, writes outside its outputs, and work that finishes late.
 
-poisoned      fresh memory holds NaN, so that an element which is never written shows
-Snapshot      inputs, and the memory around them, must come back bit for bit
-Allocations   outputs are allocated between guard zones, so that a write past their end shows
-rehearse      warm-up, so that the observed call is like any later one
-observe       the results as they are on the current stream when the call returns, and once everything has ended
+poisoned      fresh memory holds NaN, so that an element which is never written is detected
+Snapshot      inputs, and the memory around them, must be unchanged bit for bit
+Allocations   outputs are allocated between guard zones, so that an out-of-bounds write is detected
+rehearse      warm-up, so that the observed call behaves like any later one
+observe       the results on the current stream when the call returns, and again once all work has finished
 launches      whether any Triton kernel was launched
 """
 
@@ -27,10 +27,10 @@ from .accuracy import Verdict, same_bits
 from .layouts import PAD, POISON, view
 
 Run = Callable[[], Sequence[torch.Tensor]]
-# How long the GPU is kept from starting on a call until the host has enqueued all of it: 20 ms at 2 GHz, and once more
-# for half a second where a busy host took more than half of that. The gate of `measure.driver` is no use here: a stream
-# that waits for a word in memory may hold back others that share its hardware queue, and so hide that they did not
-# wait.
+# How long the GPU is delayed before a call, so that the host can enqueue all of it: 20 ms at 2 GHz, and half a second
+# in a second attempt if the host took more than half of the 20 ms. The gate of `measure.driver` is not suitable here: a
+# stream that waits for a word in memory may block others that share its hardware queue, and so hide that they are not
+# ordered after it.
 DELAY_CYCLES = (40_000_000, 1_000_000_000)
 CYCLES_PER_SECOND = 2e9
 END = 4096  # elements
@@ -38,8 +38,8 @@ END = 4096  # elements
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Every torch.empty is filled with NaN (integers: the largest value). PyTorch's deterministic mode does that, with
-    warnings in place of errors for ops that have no deterministic form; it is left as it was found."""
+    """Fills every torch.empty with NaN (integers: the largest value), through PyTorch's deterministic mode, with
+    warnings instead of errors for ops without a deterministic form. The mode is restored afterwards."""
     with warnings.catch_warnings(), _filling(True), deterministic(warn_only=True):
         warnings.simplefilter("ignore")
         yield
@@ -47,7 +47,7 @@ def poisoned() -> Iterator[None]:
 
 @contextmanager
 def deterministic(warn_only: bool = False) -> Iterator[None]:
-    """torch.use_deterministic_algorithms(True), and back to what was there."""
+    """Sets torch.use_deterministic_algorithms(True), and restores the former state."""
     before = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
@@ -58,7 +58,7 @@ def deterministic(warn_only: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _filling(wanted: bool) -> Iterator[None]:
-    """Whether the deterministic mode fills fresh memory."""
+    """Sets whether the deterministic mode fills fresh memory, and restores the former setting."""
     before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.utils.deterministic.fill_uninitialized_memory = wanted  # type: ignore[attr-defined]
     try:
@@ -68,7 +68,7 @@ def _filling(wanted: bool) -> Iterator[None]:
 
 
 class Snapshot:
-    """The bits of some tensors and of the whole storages that they are views of."""
+    """The bits of some tensors and of the whole storages that they view."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._tensors = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
@@ -78,7 +78,7 @@ class Snapshot:
             self._storages.setdefault(whole.data_ptr(), (whole, whole.clone()))
 
     def verdict(self) -> Verdict:
-        """Names the tensor that was changed, or around which memory was."""
+        """The verdict, which names the tensor that was changed, or around which memory was written."""
         for name, tensor in self._tensors.items():
             whole, before = self._storages[storage_bytes(tensor).data_ptr()]
             if torch.equal(whole, before):
@@ -91,34 +91,34 @@ class Snapshot:
 
 
 def refill(tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """New contents at the same addresses. Autograd's version counters do not change: only the values do."""
+    """Writes new contents at the same addresses, without a change of autograd's version counters."""
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
             tensor.data.copy_(values[name])
 
 
 def refill_a_few(tensor: torch.Tensor, generator: torch.Generator, count: int = 8) -> None:
-    """The first element of a contiguous tensor and some others change places, unseen by autograd, without a wait for
-    the device."""
+    """Permutes the first element of a contiguous tensor with some others, without autograd noticing and without device
+    synchronisation."""
     if tensor.numel() > 1:
         flat = tensor.data.view(-1)
-        flat = flat.view(torch.uint8) if flat.element_size() == 1 else flat  # few operators take fp8
+        flat = flat.view(torch.uint8) if flat.element_size() == 1 else flat  # few operators support fp8
         places = torch.randint(1, flat.numel(), (count,), device=tensor.device, generator=generator)
         places[0].zero_()
         flat[places] = flat[places.roll(1)]
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage that a tensor is a view of."""
+    """The whole storage that a tensor views, as bytes."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class Allocations:
-    """While it is active, what Python code allocates through torch lies between guard zones of PAD poisoned bytes.
+    """While active, memory that Python code allocates through torch lies between guard zones of PAD poisoned bytes.
 
     It replaces torch.empty and its relatives, because a dispatch mode does not see inside a custom op.
-    Memory that is allocated otherwise is not guarded.
+    Memory that is allocated in other ways is not guarded.
     """
 
     FUNCTIONS = (
@@ -140,7 +140,7 @@ class Allocations:
         self._full = torch.full
 
     def __enter__(self) -> Allocations:
-        _device_constructors()  # `with torch.device(...)` acts on the functions that the first call of this finds
+        _device_constructors()  # `with torch.device(...)` affects the functions that the first call of this finds
         for owner, names in ((torch, self.FUNCTIONS), (torch.Tensor, self.METHODS)):
             for name in names:
                 self._stack.enter_context(mock.patch.object(owner, name, self._standing_in_for(getattr(owner, name))))
@@ -167,11 +167,11 @@ class Allocations:
 
     @property
     def bytes(self) -> int:
-        """What was allocated, without the guard zones."""
+        """Bytes allocated, without the guard zones."""
         return sum(size for _, _, size in self._guarded)
 
     def verdict(self) -> Verdict:
-        """Names the shape of the allocation outside which was written."""
+        """The verdict, which names the shape of the allocation outside of which memory was written."""
         for buffer, shape, size in self._guarded:
             for zone, where in ((buffer[:PAD], "before"), (buffer[PAD + size :], "after")):
                 if not bool((zone == POISON).all()):
@@ -181,15 +181,15 @@ class Allocations:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a call returned, and copies of it made on the current stream at the moment when it did: of a few last
-    elements, and after that of everything."""
+    """The results of a call, with copies enqueued on the current stream when it returned: first of the last few
+    elements of each (`ends`), then of everything (`copies`)."""
 
     results: tuple[torch.Tensor, ...]
     ends: tuple[torch.Tensor, ...]
     copies: tuple[torch.Tensor, ...]
 
     def verdict(self) -> Verdict:
-        """Whether the results were complete when the call returned. Says nothing unless all work has ended since."""
+        """Whether the results were complete when the call returned. Meaningful only after all work has finished."""
         ends = [_end(t) for t in self.results]
         if same_bits(self.results, self.copies) and same_bits(ends, self.ends):
             return Verdict(True)
@@ -199,30 +199,31 @@ class Observed:
 
 
 def _end(tensor: torch.Tensor) -> torch.Tensor:
-    """At most END elements, the last in every dimension: what a kernel writes at the very end, as a rule."""
+    """At most END elements, the last in every dimension: usually what a kernel writes last."""
     while tensor.ndim > 1 and tensor.numel():
         tensor = tensor[-1]
     return tensor[-END:] if tensor.ndim else tensor
 
 
 def _copies(results: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """`ends` and `copies` of Observed. The ends are few bytes, read before late work can have come that far even if it
-    has started. That they are expanded makes the copy a kernel; copies by the driver may start later."""
+    """`ends` and `copies` of Observed. The ends are a few bytes, so they are read before late work can have reached
+    them even if it has started. They are expanded so that the copy is a kernel; a driver copy may start later."""
     ends = [_end(t.detach()) for t in results]
     return tuple(t.expand(2, *t.shape).clone()[0] for t in ends), tuple(t.detach().clone() for t in results)
 
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """The stream of all observations on that device. One, so that its memory is there from the second time on: to get
-    some from the driver may wait for the whole GPU, and so hide that something did not wait."""
+    """The stream of all observations on that device. It is always the same stream, so that its memory is in the
+    allocator's pool from the second time on: an allocation by the driver may wait for the whole GPU, which would hide
+    a missing dependency."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 def rehearse(run: Run) -> None:
-    """To be called before `observe`, so that nothing happens there for the first time. It compiles, and gives every
-    stream that `run` uses, and that of the observation, the memory for two sets of results, of which the observed call
-    may find one in use. The inputs that an op updates in place are others afterwards."""
+    """Prepares for `observe`, so that nothing happens there for the first time. It compiles, and allocates memory for
+    two sets of results on every stream that `run` uses and on that of the observation, since one set may still be in
+    use during the observed call. Inputs that an op updates in place have changed afterwards."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         run()
         return
@@ -239,12 +240,12 @@ def rehearse(run: Run) -> None:
 def observe(run: Run, prepare: Callable[[], None] = lambda: None) -> Observed:
     """Calls `prepare` and `run`, copies the results at once, waits for all work.
 
-    `prepare` puts the inputs into the state that the call is to find. It may be called, as `run` may, a second time:
-    with a longer delay, if the host was too slow.
+    `prepare` puts the inputs into the state that the call is to find. If the host was too slow, `prepare` and `run` are
+    called a second time, with a longer delay.
 
-    On a GPU all of that is enqueued on a high-priority stream behind a delay. So work that `run` puts on a stream of
-    its own either waits for this one, and then loses the race against the copies, or does not, and then reads what was
-    there before `prepare` (refresh the inputs in it).
+    On a GPU all of that is enqueued on a high-priority stream after a delay. Work that `run` puts on a stream of its
+    own either waits for this stream, and then loses the race against the copies; or it does not wait, and then reads
+    what was there before `prepare` (which should therefore refresh the inputs).
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         prepare()
@@ -254,13 +255,13 @@ def observe(run: Run, prepare: Callable[[], None] = lambda: None) -> Observed:
     observed, seconds = _behind_a_delay(run, prepare, short)
     if seconds < 0.5 * short / CYCLES_PER_SECOND or not observed.verdict().ok:
         return observed
-    # The right answer is in memory by now. It is kept there, lest the next call be given the same memory and so be
-    # right before it has begun.
+    # The correct result is in memory by now. It is kept alive: otherwise the next call could be given the same memory,
+    # and would be correct before it has begun.
     return _behind_a_delay(run, prepare, long)[0]
 
 
 def _behind_a_delay(run: Run, prepare: Callable[[], None], cycles: int) -> tuple[Observed, float]:
-    """What was observed, and how long the host took to enqueue it."""
+    """The observation, and how long the host took to enqueue it."""
     device = torch.cuda.current_device()
     stream, caller = _stream(device), torch.cuda.current_stream(device)
     torch.cuda.synchronize(device)
@@ -269,7 +270,7 @@ def _behind_a_delay(run: Run, prepare: Callable[[], None], cycles: int) -> tuple
         torch.cuda._sleep(cycles)
         prepare()
         results = execute.outputs(run())
-        with _filling(False):  # copies that are filled first would come too late for the race
+        with _filling(False):  # filling the copies first would delay them past the race
             ends, copies = _copies(results)
     seconds = time.perf_counter() - start
     for index in {device, *(t.device.index for t in results if t.is_cuda)}:
@@ -280,7 +281,7 @@ def _behind_a_delay(run: Run, prepare: Callable[[], None], cycles: int) -> tuple
 
 @contextmanager
 def launches() -> Iterator[list[str]]:
-    """The names of the Triton (and Gluon) kernels that are launched meanwhile, compiled or interpreted."""
+    """Yields a list that collects the names of the Triton (and Gluon) kernels launched, compiled or interpreted."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 

@@ -1,4 +1,4 @@
-"""Ops that update inputs in place, as the checks call them: on copies, so that the inputs stay as they were."""
+"""Calls ops that update inputs in place on copies, so that the checks' inputs do not change."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .layouts import view
 
 
 class OnCopies:
-    """`fn` with the inputs named in `mutates` replaced by copies, each of the whole storage that the input is a view
-    of, so that strides and the poison around it are as they were. Without such inputs it is `fn` itself."""
+    """`fn` with the inputs named in `mutates` replaced by copies. Each copies the whole storage that the input views,
+    which preserves its strides and the poison around it. Without such inputs this is `fn` itself."""
 
     def __init__(self, fn: Op, mutates: Sequence[str]) -> None:
         self._fn, self._mutates = fn, mutates
@@ -53,5 +53,5 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def overlapping(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory, so that it cannot be updated in place."""
+    """Whether elements overlap in memory, so that the tensor cannot be updated in place."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

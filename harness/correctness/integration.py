@@ -25,7 +25,8 @@ BUILT_IN = {"aten", "prim", "prims", "profiler", "inductor", "higher_order", "qu
 
 
 def namespace(fn: Op) -> str | None:
-    """Where a kernel of the registry has its ops: its package with the dots replaced. None for any other function."""
+    """The namespace of the ops of a kernel in the registry: its package with the dots replaced. None for any other
+    function."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     package = getattr(fn, "__module__", "").rpartition(".")[0]
@@ -33,7 +34,7 @@ def namespace(fn: Op) -> str | None:
 
 
 class _CustomOps(TorchDispatchMode):
-    """Notes the custom ops that are called, each once, with copies of its arguments."""
+    """Records each custom op that is called, once, with copies of its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,18 +53,18 @@ class _CustomOps(TorchDispatchMode):
 
 
 def opcheck(s: Subject, mode: str) -> None:
-    """torch.library.opcheck (schema, autograd registration, fake tensors, AOT dispatch) of every custom op called."""
+    """Runs torch.library.opcheck (schema, autograd registration, fake tensors, AOT dispatch) on each custom op."""
     inputs = s.inputs()
     recorder = _CustomOps()
     with recorder:
         wrt: tuple[str, ...] | None = () if mode in WITHOUT_AUTOGRAD else None
         outputs, leaves = forward(s.spec, s.on_copies(), inputs, wrt)
-        recorder.differentiated = False  # saved leaves still say requires_grad, but a backward has no backward here
+        recorder.differentiated = False  # saved leaves still require grad, but a double backward is not supported
         if mode not in WITHOUT_AUTOGRAD:
             backward(outputs, leaves, s.out_grads(inputs))
     home = namespace(s.fn)
     found = {func.namespace for func, _, _ in recorder.calls.values()}
-    # A composed kernel has no op of its own.
+    # A composed kernel has no ops of its own.
     needed = {registry.package(name).replace(".", "_") for name in s.spec.needs}
     if home and not found & (needed or {home}):
         reason = f"no op of the namespace {home} was called (found: {', '.join(sorted(found)) or 'none'})"
@@ -78,7 +79,7 @@ def opcheck(s: Subject, mode: str) -> None:
 
 
 def _utilities(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """Those of opcheck that can hold. The last calls NaN unequal to NaN; `compiled` traces the op all the same."""
+    """The tests of opcheck that can pass. The last treats NaN as unequal to NaN; `compiled` traces the op anyway."""
     results = func(*tree_map_only(torch.Tensor, torch.clone, args), **tree_map_only(torch.Tensor, torch.clone, kwargs))
     floating = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor) and t.is_floating_point()]
     without = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -86,7 +87,7 @@ def _utilities(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 
 def compiled(s: Subject, mode: str) -> None:
-    """torch.compile(fullgraph=True), forward and backward, for these shapes and then for symbolic ones.
+    """Checks torch.compile(fullgraph=True), forward and backward, for these shapes and then for symbolic ones.
 
     Without a GPU the backend is aot_eager, which traces everything but needs no C compiler.
     """
@@ -108,8 +109,8 @@ def compiled(s: Subject, mode: str) -> None:
 
 
 def graph(s: Subject, mode: str) -> None:
-    """Capture in a CUDA graph, then replays on new contents of the same inputs. The backward is captured together with
-    its forward. Work on a stream that is not joined is not in the graph, so this check finds it too."""
+    """Captures a CUDA graph, then replays it on new contents of the same inputs. The backward is captured together with
+    its forward. Work on a stream that is not joined is not in the graph, so this check detects it too."""
     inputs, fn = placed(s.inputs(), contiguous), s.on_copies()
     out_grads = None if mode in WITHOUT_AUTOGRAD else [contiguous("", g) for g in s.out_grads(inputs)]
 
@@ -143,7 +144,7 @@ def graph(s: Subject, mode: str) -> None:
 
 
 def second_device(s: Subject, mode: str) -> None:
-    """Tensors on cuda:1 while device 0 is current."""
+    """Checks tensors on cuda:1 while device 0 is current."""
     if torch.cuda.device_count() < 2:
         raise Skipped("there is only one GPU")
     other = Subject(s.spec, s.name, s.fn, s.case, "cuda:1", s.seed)
@@ -152,7 +153,7 @@ def second_device(s: Subject, mode: str) -> None:
 
 
 def stream(s: Subject, mode: str) -> None:
-    """A stream that is not the default, on which the inputs become ready only after a delay."""
+    """Checks a non-default stream, on which the inputs become ready only after a delay."""
     inputs, fn = placed(s.inputs(), contiguous), s.on_copies()
     out_grads = None if mode in WITHOUT_AUTOGRAD else [contiguous("", g) for g in s.out_grads(inputs)]
     fresh = s.inputs(offset=300)

@@ -1,4 +1,4 @@
-"""Calls that must not disturb one another, nor what they are given: two problems at once, one tensor in two places."""
+"""Checks that calls disturb neither each other nor their inputs: two problems at once, one tensor as two arguments."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from .oracle import Tensors, backward, forward
 
 
 def interleaved(s: Subject, mode: str) -> None:
-    """The forward of one problem, that of another, then their backwards: neither results nor what is saved for the
-    backward may be in memory that the other call takes. No input is written to, even to be put back. Nothing of the
-    results stays in memory once they are dropped. Without a backward this is run with autograd on."""
+    """Runs the forward of one problem, that of another, then their backwards. Neither results nor saved tensors may be
+    in memory that the other call reuses. No input is written to, even if it is restored. No memory of the results
+    remains in use once they are dropped. In modes without a backward this runs with autograd on."""
     alive = _both(s, mode)
     if alive and any(not ref.expired() for ref in alive):
-        gc.collect()  # an autograd function may hold a cycle
+        gc.collect()  # an autograd function may be part of a reference cycle
         if kept := sum(not ref.expired() for ref in alive):
             raise Rejected(Verdict(False, f"{kept} results are kept in memory after their last use", "kept"))
 
 
 def _both(s: Subject, mode: str) -> list[StorageWeakRef]:
-    """References to the storages of all results, which nobody else holds when this has returned."""
+    """References to the storages of all results, which nothing else keeps alive when this has returned."""
     problems = [prepared(s, s.inputs(offset), mode) for offset in (0, 400)]
     tensors = {f"{n} of problem {i}": t for i, (inputs, _) in enumerate(problems, 1) for n, t in inputs.items()}
     for i, (_, out_grads) in enumerate(problems, 1):
@@ -81,7 +81,7 @@ def _copies(tensors: Tensors) -> Tensors:
 
 
 def aliased(s: Subject, mode: str) -> None:
-    """One tensor as two arguments, for every two that have one shape and dtype: x is residual, k is v."""
+    """Checks one tensor as two arguments, for each pair that has one shape and dtype: x is residual, k is v."""
     inputs = placed(s.inputs(), contiguous)
     tensors = {
         n: t

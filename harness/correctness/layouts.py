@@ -2,7 +2,7 @@
 
 A placed tensor is a view of a buffer that is otherwise filled with the byte 0xFF, which is NaN in every floating-point
 dtype: a kernel that reads outside the view, or ignores a stride, computes with NaN. `guard.Snapshot` compares the whole
-buffer afterwards, so a write outside the view is seen too.
+buffer afterwards, so a write outside the view is detected too.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ GAP = 3  # elements between the rows of "sliced": odd, so that the rows are not 
 # transposed  the last two dimensions swapped in memory
 # sliced      row-major with GAP elements between rows
 # strided     every other element: no unit stride
-# offset      row-major, one element off alignment
+# offset      row-major, one element past an aligned address
 # expanded    stride 0 along the first dimension: every row the same
-# scalar      stride 0 along every dimension: one value, as the gradient of a sum is
+# scalar      stride 0 along every dimension: one value, like the gradient of a sum
 LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "offset", "expanded", "scalar")
 
 
 def place(values: torch.Tensor, layout: str) -> torch.Tensor:
     """A tensor of the same shape in the given layout, a view of a poisoned buffer.
 
-    It holds `values`, except under "expanded" and "scalar", where the first row or element is repeated. A layout that
-    a shape cannot have (a transposed vector) is the contiguous one.
+    It holds `values`, except in "expanded" and "scalar", where the first row or element is repeated. If the shape
+    cannot have a layout (a transposed vector), the contiguous one is used.
     """
     shape, size = tuple(values.shape), values.element_size()
     strides = _strides(shape, layout)
@@ -46,7 +46,7 @@ def place(values: torch.Tensor, layout: str) -> torch.Tensor:
 def view(
     buffer: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int
 ) -> torch.Tensor:
-    """A tensor on the storage of `buffer`, with no tie to it that autograd would see."""
+    """A tensor on the storage of `buffer` that autograd does not track as a view of it."""
     return torch.empty(0, dtype=dtype, device=buffer.device).set_(buffer.untyped_storage(), offset, shape, strides)
 
 
@@ -76,7 +76,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A layout for each tensor by name; those that are not named are contiguous."""
+    """A layout for each tensor by name; tensors that are not named are contiguous."""
 
     layouts: Mapping[str, str]
 
@@ -88,7 +88,7 @@ class Assignment:
 
 
 def rounds(names: Sequence[str]) -> Iterator[Assignment]:
-    """As many assignments as there are layouts, in which each tensor has each layout once and neighbours differ: a
-    kernel that uses one tensor's strides for another is found."""
+    """Yields as many assignments as there are layouts. Each tensor has each layout once, and neighbours differ, which
+    detects a kernel that uses one tensor's strides for another."""
     for shift in range(len(LAYOUTS)):
         yield Assignment({name: LAYOUTS[(shift + i) % len(LAYOUTS)] for i, name in enumerate(names)})

@@ -23,14 +23,15 @@ Tensors = tuple[torch.Tensor, ...]
 # One incoming gradient for each output that has one; None where an output is not used.
 OutGrads = Sequence["torch.Tensor | None"]
 NOISE_SAMPLES, NOISE_ELEMENTS = 6, 10**8
-FEW_ELEMENTS = 10**5  # of an output whose error may be small by chance however many elements the others have
-NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})  # where fp64 does not fit into the GPU's memory
+FEW_ELEMENTS = 10**5  # up to this size the error of an output may be small by chance, whatever the sizes of the others
+NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})  # in fp32 if fp64 does not fit in GPU memory
 
 
 def call(
     spec: KernelSpec, fn: Op, inputs: Inputs, out_grads: OutGrads | None = None, wrt: Sequence[str] | None = None
 ) -> tuple[Tensors, Tensors]:
-    """(outputs, gradients) of one call: the gradients of `wrt`, by default `spec.grads`, in the order of the latter.
+    """(outputs, gradients) of one call. The gradients are those of `wrt`, by default `spec.grads`, in the latter's
+    order.
 
     Without `out_grads` autograd is off and there are no gradients.
     """
@@ -42,8 +43,8 @@ def call(
 
 
 def forward(spec: KernelSpec, fn: Op, inputs: Inputs, wrt: Sequence[str] | None = None) -> tuple[Tensors, Tensors]:
-    """Outputs, with their autograd graph, and the leaves to be differentiated, which alias the inputs. One tensor under
-    two names is one leaf."""
+    """Outputs, with their autograd graph, and the leaves to differentiate, which alias the inputs. One tensor passed
+    under two names is one leaf."""
     leaves = execute.leaves(spec, inputs)
     once = {id(t): t.detach() for t in leaves.values()}
     leaves = {n: once[id(t)].requires_grad_() for n, t in leaves.items() if wrt is None or n in wrt}
@@ -54,7 +55,7 @@ def backward(outputs: Tensors, leaves: Tensors, out_grads: OutGrads) -> Tensors:
     """Gradients of the leaves; zeros where an output does not depend on a leaf."""
     candidates = [t for t in outputs if t.is_floating_point()]
     if len(candidates) != len(out_grads):
-        candidates = [t for t in candidates if t.requires_grad]  # the others are declared not differentiable
+        candidates = [t for t in candidates if t.requires_grad]  # the others are declared non-differentiable
     used = [(t, g) for t, g in zip(candidates, out_grads, strict=False) if g is not None and t.requires_grad]
     if not used:
         return tuple(torch.zeros_like(t) for t in leaves)
@@ -63,7 +64,7 @@ def backward(outputs: Tensors, leaves: Tensors, out_grads: OutGrads) -> Tensors:
 
 @dataclass(frozen=True)
 class Expected:
-    """Oracle and eager results side by side, with the names of the outputs and gradients."""
+    """Oracle and eager results, with the names of the outputs and gradients."""
 
     names: tuple[str, ...]
     oracle: Tensors
@@ -71,7 +72,7 @@ class Expected:
     perturbed: Callable[[int], Tensors]
 
     def restricted(self, wrt: Sequence[str]) -> Expected:
-        """The outputs and the gradients of `wrt` alone."""
+        """The same with all outputs but only the gradients of `wrt`."""
         kept = [not n.startswith("gradient of ") or n.removeprefix("gradient of ") in wrt for n in self.names]
 
         def chosen(values: Sequence[Any]) -> tuple[Any, ...]:
@@ -89,17 +90,17 @@ class Expected:
         where: Sequence[torch.Tensor] | None = None,
         scale: Sequence[torch.Tensor] | None = None,
     ) -> Verdict:
-        """The rule of `accuracy` over all of them.
+        """Applies the rule of `accuracy` to all results.
 
         Eager may be accurate by chance where the result is the small difference of large numbers. So before a result is
-        called wrong for its error alone, the yardstick is taken again as the larger of eager's error and that of the
-        reference in fp64 with every intermediate result changed by a random ±1 fp32 epsilon (Monte Carlo arithmetic,
-        Parker 1997), which shows how large the error of correct fp32 arithmetic may be. In every other sample the
-        elements of a result are all changed by the same amount: equal numbers have equal errors, which do not average
-        out. A matrix product is changed by half an epsilon of the inputs' dtype, to which it is rounded, and so are
-        those of its factors that do not fit into that dtype; a log-softmax step by step, for its sum has one error for
-        the whole row. With 10⁸ elements eager is not accurate by chance: then this is for outputs of few, such as a
-        loss.
+        rejected for its error alone, the yardstick is raised to the error of the reference in fp64 with every
+        intermediate result perturbed by a random ±1 fp32 epsilon, if that is larger than eager's (Monte Carlo
+        arithmetic, Parker 1997). This shows how large the error of correct fp32 arithmetic may be. In every other
+        sample all elements of a result are perturbed by the same amount: equal numbers have equal errors, which do not
+        average out. The result of a GEMM is perturbed by half an epsilon of the inputs' dtype, to which it is rounded,
+        and so are those of its operands that are not representable in that dtype. A log-softmax is perturbed operation
+        by operation, since its sum has one error for the whole row. With 10⁸ elements eager is not accurate by chance:
+        then only outputs with few elements, such as a loss, are treated so.
         """
 
         def judge(noise: Sequence[Tensors]) -> Verdict:
@@ -113,7 +114,7 @@ class Expected:
             return verdict
 
         def sample(seed: int) -> Tensors:
-            """The perturbed results, with eager's in place of those that need none."""
+            """The perturbed results, with eager's in place of those that need no perturbation."""
             return tuple(t if n else e for t, e, n in zip(self.perturbed(seed), self.eager, noisy, strict=True))
 
         return judge([sample(seed) for seed in range(NOISE_SAMPLES)])
@@ -159,10 +160,10 @@ def expected(
 
 
 class Memory:
-    """The expected results of the last few contents of inputs, and copies of these contents, which are compared bit for
-    bit: implementations that are held against the same inputs need the oracle once.
+    """A cache of the expected results for the last few contents of the inputs, with copies of these contents, which
+    are compared bit for bit: implementations checked on the same inputs need the oracle only once.
 
-    A set of contents whose copies and results would take more than `most` bytes is not kept.
+    Contents whose copies and results would take more than `most` bytes are not cached.
     """
 
     def __init__(self, sets: int = 3, most: int = 8 * 2**30) -> None:
@@ -172,7 +173,7 @@ class Memory:
     def expected(
         self, spec: KernelSpec, inputs: Inputs, out_grads: OutGrads | None, wrt: Sequence[str] | None, grads_only: bool
     ) -> Expected:
-        """`expected`, or what it gave before."""
+        """`expected`, from the cache if possible."""
         values = [*inputs.values(), *(out_grads or ())]
         tensors = [t for t in values if isinstance(t, torch.Tensor)]
         plain = [None if isinstance(v, torch.Tensor) else v for v in values]
@@ -208,7 +209,7 @@ def judge(
     sample: Sample | None = None,
     memory: Memory | None = None,
 ) -> Verdict:
-    """Results of one call against the reference, or those of the sample's rows, all others having had no gradient."""
+    """Compares results of one call with the reference; with a sample only its rows, the others having no gradient."""
     if memory is not None and sample is None:
         truth = memory.expected(spec, inputs, out_grads, wrt, grads_only)
     else:
@@ -224,7 +225,7 @@ def expected_of(
     grads_only: bool = False,
     sample: Sample | None = None,
 ) -> Expected:
-    """`expected`, of the sample's rows where there is one."""
+    """`expected`, of the sample's rows where there is a sample."""
     if sample is None:
         return expected(spec, inputs, out_grads, wrt, grads_only)
     few = None if out_grads is None else sample.outputs(out_grads)
@@ -234,7 +235,7 @@ def expected_of(
 def hold_against(
     truth: Expected, results: Sequence[torch.Tensor], case: Case, spec: KernelSpec, sample: Sample | None
 ) -> Verdict:
-    """The rows that were sampled are held against `truth`; of the others, finite inputs must make finite results."""
+    """Compares the sampled rows with `truth`; in all other rows finite inputs must give finite results."""
     if sample is None:
         return truth.verdict(results, case, spec)
     if len(results) == len(truth.names) and all(bool(t.isfinite().all()) for t in (*truth.oracle, *truth.eager)):
@@ -245,7 +246,7 @@ def hold_against(
 
 
 def _finite(names: Sequence[str], results: Sequence[torch.Tensor]) -> Verdict:
-    """Whether every element of the results is."""
+    """Whether every element of the results is finite."""
     for name, tensor in zip(names, results, strict=True):
         if tensor.is_floating_point() and not all(bool(p.isfinite().all()) for p in tensor.flatten().split(PIECE)):
             return Verdict(False, f"{name} has nan or inf outside the rows that were sampled", "nonfinite")
@@ -253,7 +254,7 @@ def _finite(names: Sequence[str], results: Sequence[torch.Tensor]) -> Verdict:
 
 
 def _unless_out_of_memory(compute: Callable[[], Tensors]) -> Tensors | None:
-    """None if memory runs out; the exception, which would keep the tensors of its frames alive, is gone by then."""
+    """None if memory runs out. By then the exception, which would keep its frames' tensors alive, is gone."""
     try:
         return compute()
     except RuntimeError as error:
@@ -263,16 +264,17 @@ def _unless_out_of_memory(compute: Callable[[], Tensors]) -> Tensors | None:
 
 
 def _coarsest(values: Iterable[Any]) -> torch.dtype:
-    """The floating-point dtype among those of some tensors that has the largest epsilon, of fp32 and coarser ones."""
+    """The floating-point dtype with the largest epsilon among those of some tensors, and at least fp32's."""
     dtypes = {t.dtype for t in values if isinstance(t, torch.Tensor) and t.is_floating_point()}
     return max(dtypes - {torch.float64} | {torch.float32}, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 class _Perturb(TorchDispatchMode):
-    """Changes every result in fp64, or in one of the dtypes `changed`, by a relative random amount of at most one fp32
-    epsilon: each element by its own or, where the seed is odd, all by the same. Matrix products work in `dtype`: they,
-    and factors that are no numbers of that dtype, are changed by half its epsilon if that is more. `product_error`, if
-    that is more still: all factors are, each element by its own amount, which stands for an error of each term."""
+    """Perturbs every result in fp64, or in one of the dtypes `changed`, by a random relative amount of at most one fp32
+    epsilon: each element by its own or, where the seed is odd, all by the same. GEMMs have inputs of `dtype`: their
+    results, and operands that are not representable in it, are perturbed by half its epsilon if that is more. If
+    `product_error` is larger still, all operands are perturbed by it, element by element, which models an error of each
+    product."""
 
     PRODUCTS = frozenset({torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm})
     STEPS = get_decompositions([torch.ops.aten._log_softmax, torch.ops.aten._softmax])

@@ -1,5 +1,5 @@
-"""Bad input must be rejected before any launch, by an exception that names the argument, whichever way a call takes:
-the lean one of plain tensors, or that through torch.library, which a mode that sees every function brings about.
+"""Bad input must be rejected before any launch, by an exception that names the argument, on both paths of a call: the
+fast path of plain tensors, and the one through torch.library, which an active function mode selects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REFUSALS = (TypeError, ValueError, RuntimeError)
 
 
 def refusals(s: Subject, mode: str) -> None:
-    """Every bad input of `bad_inputs`, on both ways."""
+    """Checks every bad input of `bad_inputs`, on both paths."""
     for what, inputs, arguments in bad_inputs(s):
         _refused(s, what, inputs, arguments)
         with BaseTorchFunctionMode():
@@ -35,7 +35,7 @@ def _refused(s: Subject, what: str, inputs: Inputs, arguments: Sequence[str]) ->
     if launched:
         raise Rejected(Verdict(False, f"{what} was refused after {launched[0]} had been launched", "launched"))
     text = f"{type(error).__name__}: {str(error).strip()[:200]}"
-    # The very type: a subclass such as InterpreterError or a compilation error is no refusal.
+    # Exactly this type: a subclass such as InterpreterError or a compilation error is no refusal.
     if type(error) not in REFUSALS:
         raise Rejected(Verdict(False, f"{what} was refused by {text}", "message"))
     if not any(re.search(rf"\b{re.escape(a)}\b", str(error)) for a in arguments):
@@ -51,16 +51,16 @@ def _error(s: Subject, inputs: Inputs) -> Exception | None:
 
 
 def bad_inputs(s: Subject) -> Iterator[tuple[str, Inputs, list[str]]]:
-    """(what is wrong, the inputs, the arguments of which one must be named).
+    """Yields (what is wrong, the inputs, the arguments of which the message must name one).
 
-    A wrong shape is one that the reference refuses too: broadcasting is part of some operations.
+    A wrong shape is one that the reference refuses too: some operations broadcast.
     """
     inputs = s.inputs()
     tensors = {n: t for n, t in inputs.items() if isinstance(t, torch.Tensor)}
     elsewhere = "cpu" if s.device.startswith("cuda") else "meta"
     for name, tensor in tensors.items():
         if len(tensors) > 1:
-            # Either of the two devices may be the one that the message calls wrong.
+            # The message may call either of the two devices wrong.
             yield f"{name} on {elsewhere}", {**inputs, name: tensor.to(elsewhere)}, list(tensors)
         if tensor.is_floating_point():
             yield f"{name} of dtype int32", {**inputs, name: tensor.to(torch.int32)}, [name]

@@ -1,4 +1,4 @@
-"""Huge, tiny, infinite and NaN values, written into one input at a time, and large ones into two that may meet."""
+"""Checks huge, tiny, infinite and NaN values in one input at a time, and large values in two inputs that may meet."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ PLANTS: dict[str, Plant] = {
 
 
 def _together(tensor: torch.Tensor) -> None:
-    """No square fits into fp16, and so no product of two such rows; it does into any other dtype. Of one sign, so that
-    the terms of a dot product do not cancel, nor become a -inf that a softmax would hide."""
+    """Fills a row with a value whose square overflows in fp16 (and in no other dtype), so that the product of two such
+    rows does. All have one sign, so that a dot product neither cancels nor becomes a -inf that a softmax would hide."""
     _row(tensor).fill_(300)
 
 
@@ -56,8 +56,8 @@ NOT_FINITE = frozenset({"one nan", "one +inf", "one -inf", "a row of -inf"})
 
 
 def special_values(s: Subject, mode: str) -> None:
-    """Every set of special values in every floating-point input, within SPEC.limits; nan everywhere, unless the case is
-    finite_only."""
+    """Checks every kind of special value in every floating-point input, within SPEC.limits; nan everywhere, unless the
+    case is finite_only."""
     inputs, out_grads = prepared(s, s.inputs(), mode)
     clean = expected(s.spec, inputs, out_grads)
     names = [n for n, t in inputs.items() if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
@@ -71,7 +71,7 @@ def special_values(s: Subject, mode: str) -> None:
 
 
 def _in_half(s: Subject, mode: str) -> Subject | None:
-    """The subject in which products may overflow: that of an fp16 case or, on a CPU, where one dtype stands for all,
+    """The subject in which products may overflow: that of an fp16 case or, on a CPU, where one dtype represents all,
     the same case in fp16, if SPEC has any of that dtype."""
     if s.case.dtype == torch.float16:
         return s
@@ -83,8 +83,8 @@ def _in_half(s: Subject, mode: str) -> Subject | None:
 
 
 def _products(s: Subject, mode: str) -> None:
-    """Large values in every two of the floating-point inputs at once. Where PyTorch overflows itself, what comes out
-    depends on which intermediate results are rounded to 16 bits: a kernel that keeps some in fp32 has another."""
+    """Checks large values in each pair of floating-point inputs at once. Where PyTorch itself overflows, the result
+    depends on which intermediate results are rounded to 16 bits: a kernel that keeps some in fp32 may differ."""
     inputs, out_grads = prepared(s, s.inputs(), mode)
     clean = expected(s.spec, inputs, out_grads)
     names = [n for n, t in inputs.items() if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
@@ -121,11 +121,12 @@ def _examine(
 
 
 def _parts(truth: Expected, clean: Expected, planted: dict[str, torch.Tensor]) -> list[tuple[list[torch.Tensor], str]]:
-    """The elements that the special values affect, and the others. Each part is judged by eager's error on that part
-    alone: else eager's error on a huge value would allow any error elsewhere. The scale is at least that of the results
-    without special values: where these make all results zero, an epsilon of the usual values is no error.
+    """The elements that the special values affect, and the others. Each part is compared with eager's error on that
+    part alone: otherwise eager's error on a huge value would allow any error elsewhere. The scale is at least that of
+    the results without special values: where these make all results zero, an epsilon of the usual values is no error.
 
-    The derivative at +inf is left out, because it depends on how a formula is written; at -inf, which masks, it counts.
+    The derivative at +inf is left out, because it depends on how a formula is written. That at -inf, which masks, is
+    checked.
     """
     reached = [bits(a) != bits(b) for a, b in zip(truth.oracle, clean.oracle, strict=True)]
     others = [~mask for mask in reached]

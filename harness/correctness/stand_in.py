@@ -1,8 +1,8 @@
-"""Checks an implementation on a case that is too large for the oracle: SPEC says what stands in for it.
+"""Checks an implementation on a case that is too large for the oracle, through the stand-in that SPEC declares.
 
-On a smaller case of the same kind it goes through all that `verify` does. On the inputs that are timed every result
-must be finite, what is not to be updated in place unchanged, and a part of the results right, of which the reference
-can be computed alone.
+A smaller case of the same kind is checked by all of `verify`. On the timed inputs every result must be finite, inputs
+that are not updated in place must be unchanged, and a subset of the results, which the reference can compute
+separately, must be correct.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def checked(
     memory: Memory | None = None,
     restore: Callable[[], object] = lambda: None,
 ) -> Verdict:
-    """`verify` over `fn` on the inputs that are timed or, where SPEC has a stand-in for the case, over that.
+    """Runs `verify` on `fn` and the timed inputs or, where SPEC has a stand-in for the case, the checks of this module.
 
-    `restore` gives the inputs that are updated in place the values whose results `memory` may know. Errors of the
-    implementation go to the caller. The numbers are those of the smaller case where there is one.
+    `restore` gives inputs that are updated in place the values whose results `memory` may have cached. Exceptions of
+    the implementation propagate. The numbers are those of the smaller case where there is one.
     """
     stand_in = spec.stand_in(case)
     if stand_in is None:
@@ -59,7 +59,7 @@ def verify_smaller(
     poison: bool,
     memory: Memory | None,
 ) -> Verdict:
-    """`verify` on the smaller case, with inputs of its own. For modes without autograd."""
+    """Runs `verify` on the smaller case, with inputs of its own, in modes without autograd."""
     device = next(t.device for t in inputs.values() if isinstance(t, torch.Tensor))
     small = spec.make_inputs(stand_in.case, device, torch.Generator(device).manual_seed(seed))
     former = {name: small[name].clone() for name in stand_in.case.mutates}
@@ -71,7 +71,7 @@ def verify_smaller(
 def verify_part(
     spec: KernelSpec, case: Case, mode: str, inputs: Inputs, fn: Op, stand_in: StandIn, memory: Memory | None = None
 ) -> Verdict:
-    """One call on the inputs that are timed."""
+    """Checks one call on the timed inputs."""
     part = replace(spec, reference=stand_in.reference)
     given = stand_in.inputs(inputs)
     truth = (memory or Memory(0)).expected(part, given, None, None, False)

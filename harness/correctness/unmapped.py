@@ -1,7 +1,7 @@
-"""Tensors beside memory that is not mapped: there an access outside of a tensor, a read too, is a fault of the GPU.
+"""Places tensors next to unmapped memory, where an access out of bounds, reads included, is a fault of the GPU.
 
-Elsewhere such a read finds whatever lies there, and shows only if it is used. After a fault every call of CUDA in the
-process fails, so that all later checks do.
+Elsewhere such a read returns whatever lies there, and is detected only if the value is used. After a fault every CUDA
+call of the process fails, and so do all later checks.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from . import layouts
 from .battery import Subject, examine, may_be_refused
 
-ALIGNMENT = 16  # bytes: what lets kernels use vectors and TMA
+ALIGNMENT = 16  # bytes: lets kernels use vector accesses and TMA
 SIDES = ("end", "beginning")
 
 
 def unmapped(s: Subject, mode: str) -> None:
-    """Inputs and incoming gradients that end where memory ends, and then such that begin where it begins."""
+    """Checks inputs and incoming gradients that end at the end of mapped memory, then ones that begin at its start."""
     for side in SIDES:
         with may_be_refused(s, where := f"memory ends at the {side} of each tensor"):
             examine(s, s.inputs(), mode, partial(place, side=side), where=where, forward_too=True)
 
 
 def place(name: str, values: torch.Tensor, side: str) -> torch.Tensor:
-    """A contiguous copy at that side of memory of its own; less than ALIGNMENT bytes from its end."""
+    """A contiguous copy at that side of its own mapping; less than ALIGNMENT bytes from its end."""
     size, item = values.numel() * values.element_size(), values.element_size()
     memory = torch.as_tensor(Memory(size, values.device), device=values.device)
     memory.fill_(layouts.POISON)
@@ -36,14 +36,15 @@ def place(name: str, values: torch.Tensor, side: str) -> torch.Tensor:
 
 
 class Memory:
-    """So many bytes of a GPU or more, whole pages with an unmapped one on either side (CUDA Driver API, "Virtual Memory
-    Management"). PyTorch and CuPy read `__cuda_array_interface__`. It goes when no tensor is in it any more."""
+    """A mapping of at least `size` bytes of a GPU: whole pages with an unmapped one on either side (CUDA Driver API,
+    "Virtual Memory Management"). PyTorch and CuPy read `__cuda_array_interface__`. It is unmapped when no tensor uses
+    it any more."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        from cuda.bindings import driver  # comes with PyTorch's builds for CUDA
+        from cuda.bindings import driver  # installed with PyTorch's CUDA builds
 
         self._driver = driver
-        torch.cuda.synchronize(device)  # and starts CUDA
+        torch.cuda.synchronize(device)  # also initialises CUDA
         index = torch.cuda.current_device() if device.index is None else device.index
         properties, access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
         properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -57,7 +58,7 @@ class Memory:
         self._start = self._reserved[1] + page
         handle = self._call("cuMemCreate", self._size, properties, 0)
         self._call("cuMemMap", self._start, self._size, 0, handle, 0)
-        self._call("cuMemRelease", handle)  # what is mapped stays
+        self._call("cuMemRelease", handle)  # the mapping stays valid
         self._call("cuMemSetAccess", self._start, self._size, [access], 1)
         self.__cuda_array_interface__ = dict(
             shape=(self._size,), typestr="|u1", data=(self._start, False), version=3, strides=None
@@ -70,9 +71,9 @@ class Memory:
         return results[0] if results else None
 
     def __del__(self) -> None:
-        """Errors are those of a fault before, which was reported."""
+        """Errors here come from an earlier fault, which was reported."""
         if hasattr(self, "_start"):
             driver = self._driver
-            driver.cuCtxSynchronize()  # what still runs may read it
+            driver.cuCtxSynchronize()  # kernels that still run may read it
             driver.cuMemUnmap(self._start, self._size)
             driver.cuMemAddressFree(self._reserved[1], self._reserved[0])

@@ -6,21 +6,20 @@
     ... time `run` ...
     after = verify(spec, case, mode, inputs, run, out_grads, seed=2)
 
-Each `verify` calls `run` some times (the first two to warm up) and rejects, in this order, with `Verdict.cause`
+Each `verify` calls `run` several times (the first two to warm up) and rejects, in this order, with `Verdict.cause`
 
 lazy      outputs or gradients that are not plain tensors                              (lazy output)
 late      outputs that are not complete on the current stream when `run` returns       (side stream, thread)
 inputs    a changed input that `Case.mutates` does not name; `bounds`: memory around one (mutated input)
-count, shape, dtype, nonfinite, error    a wrong answer, with fresh memory poisoned with NaN
-replay    the answer to the former contents after the inputs were refilled in place, at the same addresses and without
-          autograd's version counters moving                                           (cached replay)
+count, shape, dtype, nonfinite, error    a wrong result, with fresh memory poisoned with NaN
+replay    the result for the former contents after the inputs were refilled in place, at the same addresses and without
+          a change of autograd's version counters                                      (cached replay)
 
-The inputs come back with fresh random contents from `spec.make_inputs` (seed + 1), but for the first element of each,
-by which an answer kept from earlier contents might be found out of date; addresses, shapes and strides stay,
-so `run` and CUDA graphs captured from it remain valid. In mode "bwd", whose forward ran when `run` was bound, only the
-incoming gradients are refilled. Of a problem that SPEC samples, some rows are held against the reference, and the
-incoming gradients of all others are 0 meanwhile. An exception of the implementation, out of memory included, goes to
-the caller.
+Afterwards the inputs hold fresh random contents from `spec.make_inputs` (seed + 1), except the first element of each,
+by which a cached result might be found out of date. Addresses, shapes and strides do not change, so `run` and CUDA
+graphs captured from it remain valid. In mode "bwd", whose forward ran when `run` was bound, only the incoming gradients
+are refilled. If SPEC samples the problem, some rows are compared with the reference, and the incoming gradients of all
+others are 0 during the check. An exception of the implementation, out of memory included, propagates.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ def verify(
     memory: Memory | None = None,
     restore: Callable[[], object] = lambda: None,
 ) -> Verdict:
-    """Verdict over `run`, the callable that `execute.bind` made of `inputs`, `mode` and `out_grads`.
+    """The verdict on `run`, the callable that `execute.bind` made from `inputs`, `mode` and `out_grads`.
 
-    `poison=False` leaves fresh memory as it is: to poison it takes PyTorch's deterministic mode, under which a backward
-    that torch.compile made outside it refuses to run. `memory` spares the oracle for contents that it has seen: for its
-    sake `restore` gives what is updated in place the same values after the warm-up of every implementation.
-    The numbers are those of the first answer. Raises ValueError if a mode with a backward comes without `out_grads`.
+    `poison=False` leaves fresh memory as it is: poisoning uses PyTorch's deterministic mode, under which a backward
+    that torch.compile compiled outside of it refuses to run. `memory` caches the oracle by contents. To make use of it,
+    `restore` gives tensors that are updated in place the same values after the warm-up of every implementation.
+    The numbers are those of the first result. Raises ValueError if a mode with a backward comes without `out_grads`.
     """
     if mode not in WITHOUT_AUTOGRAD and out_grads is None:
         raise ValueError(f"verify: mode {mode} needs the out_grads that run was bound with")
@@ -71,7 +70,7 @@ def verify(
     except execute.LazyOutput as error:
         return Verdict(False, str(error), "lazy")
     finally:
-        if spec.sampled(case):  # what is timed next has a gradient in every row
+        if spec.sampled(case):  # the timed calls have a gradient in every row
             refill(grads, dict(zip(grads, execute.random_like(list(grads.values())), strict=True)))
     if again.ok:
         return verdict
@@ -94,7 +93,7 @@ def _once(
     memory: Memory | None,
     refresh: bool = False,
 ) -> tuple[Verdict, Observed]:
-    """One observed call of `run`, judged; with `refresh`, on new contents."""
+    """One observed call of `run` and its verdict; with `refresh`, on new contents."""
     watched = {**inputs, **grads}
     sample = sampling.draw(spec, case, inputs, seed)
     if sample:
@@ -104,7 +103,7 @@ def _once(
         fresh = _fresh(spec, case, mode, inputs, grads, seed + 1)
     if sample:
         sample.silence_others([fresh[n] for n in grads if n in fresh])
-    # What the op updates in place has its value from before the call; the rest must be as it was.
+    # Tensors that the op updates in place are compared with their values from before the call; others must not change.
     former = {n: fresh[n] if refresh else inputs[n].clone() for n in case.mutates}
     start = fresh if refresh else former
     snapshot = None if refresh else Snapshot({n: t for n, t in watched.items() if n not in former})
@@ -131,7 +130,7 @@ def _once(
 def _fresh(
     spec: KernelSpec, case: Case, mode: str, inputs: Inputs, grads: dict[str, torch.Tensor], seed: int
 ) -> dict[str, torch.Tensor]:
-    """New contents for what `run` reads at each call."""
+    """New contents for the tensors that `run` reads at each call."""
     device = next(t.device for t in inputs.values() if isinstance(t, torch.Tensor))
     generator = torch.Generator(device).manual_seed(seed)
     held = {**inputs, **grads}

@@ -1,7 +1,7 @@
-"""Sees who writes to an input, even if the contents are put back before the call returns.
+"""Detects writes to an input, even if its contents are restored before the call returns.
 
-PyTorch's operators are seen by a dispatch mode, those within a custom op by autograd's version counters, and the stores
-and atomic operations of Triton's interpreter by their addresses. On a GPU what a kernel stores is not seen.
+PyTorch's operators are seen by a dispatch mode, those inside a custom op by autograd's version counters, and stores and
+atomics in Triton's interpreter by their addresses. Stores of a kernel on a GPU are not seen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Methods of the interpreter's builder, with the places of the pointers and of the mask among their arguments.
+# Methods of the interpreter's builder, with the positions of the pointers and of the mask among their arguments.
 STORES: dict[str, tuple[int, int | None]] = {
     "create_masked_store": (0, 2),
     "create_atomic_cas": (0, None),
@@ -24,7 +24,7 @@ STORES: dict[str, tuple[int, int | None]] = {
 
 @contextmanager
 def watched(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The names of the tensors that are written meanwhile. Who only writes around one is `guard.Snapshot`'s affair."""
+    """Yields a list of the names of tensors written. `guard.Snapshot` detects writes that are only around one."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     mine = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor) and t.numel()}
@@ -61,7 +61,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first address and the one after the last."""
+    """The first address and the one past the last."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 

@@ -13,10 +13,10 @@ from .gpu_state import Monitor
 def kernel_times(
     runs: Mapping[str, Run], flush: Callable[[], None], orders: Sequence[Sequence[str]], monitor: Monitor
 ) -> dict[str, list[float]]:
-    """For each run, µs that its kernels, copies and memsets took, summed per cold call. `orders` has the names of the
-    runs, once for each round.
+    """For each run, the total duration in µs of its kernels, copies and memsets per cold call. `orders` has the names
+    of the runs in execution order, once for each round.
 
-    Raises ValueError where cupti-python is not installed, or reports nothing of a call.
+    Raises ValueError if cupti-python is not installed, or if it reports nothing for a call.
     """
     try:
         from cupti import cupti

@@ -1,4 +1,4 @@
-"""The few CUDA driver calls that PyTorch does not offer: blocking a stream, and the persisting part of L2."""
+"""CUDA driver calls that PyTorch does not expose: blocking a stream, and resetting the persisting lines of L2."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def evict_persisting_lines() -> None:
 
 
 class Alarm:
-    """Writes 1 into eight bytes of memory after some seconds, whatever the interpreter is doing.
+    """Writes 1 into eight bytes of memory after a number of seconds, whatever the interpreter is doing.
 
-    A thread of Python's could not: a launch that waits for room in the queue may hold the interpreter's lock. So the
-    operating system's kernel does it, in a thread blocked in read() of a timerfd, whose result is how often the timer
-    has gone off.
+    A Python thread could not: a launch that waits for room in the queue may hold the interpreter's lock. So the
+    operating system's kernel does it, in a thread blocked in read() of a timerfd, whose result is the number of
+    expirations.
     """
 
     def __init__(self, address: int, seconds: float) -> None:
@@ -51,27 +51,27 @@ class Alarm:
         self._thread = threading.Thread(target=self._libc.read, args=(self._timer, ctypes.c_void_p(address), 8))
         self._thread.daemon = True
         self._thread.start()
-        time.sleep(2e-4)  # without the interpreter's lock, so that the thread gets as far as its read()
+        time.sleep(2e-4)  # releases the interpreter's lock, so that the thread reaches its read()
 
     def _set(self, nanoseconds: int) -> None:
-        setting = (ctypes.c_long * 4)(0, 0, *divmod(nanoseconds, 10**9))  # no repeat; the first time
+        setting = (ctypes.c_long * 4)(0, 0, *divmod(nanoseconds, 10**9))  # no interval; the initial expiration
         if self._libc.timerfd_settime(self._timer, 0, setting, None):
             raise OSError(ctypes.get_errno(), "timerfd_settime")
 
     def stop(self) -> None:
-        """Lets it go off now, and waits until it has written."""
+        """Makes it expire now, and waits until it has written."""
         self._set(1)
         self._thread.join()
         os.close(self._timer)
 
 
 class Gate:
-    """Blocks a stream until everything of a round is queued, so that no launch waits for the host.
+    """Blocks a stream until all work of a round is queued, so that no launch waits for the host.
 
-    The stream waits for a word of pinned memory (cuStreamWaitValue32): unlike a spinning kernel that takes no
-    SM and its length need not be guessed. Work that synchronises with the host while the stream is held
-    would deadlock, and so would more launches than its queue takes; after `timeout` seconds an alarm releases the
-    stream, and `forced` says so until the next time.
+    The stream waits for a word of pinned memory (cuStreamWaitValue32): unlike a spinning kernel this occupies no SM,
+    and its length need not be guessed. Work that synchronises with the host while the stream is blocked would
+    deadlock, as would more launches than its queue holds. Therefore an alarm releases the stream after `timeout`
+    seconds, and `forced` is true until the next time.
     """
 
     def __init__(self, timeout: float = 2.0) -> None:
@@ -88,9 +88,9 @@ class Gate:
 
     @contextmanager
     def hold(self, stream: torch.cuda.Stream, timeout: float | None = None) -> Iterator[None]:
-        """Work queued on `stream` inside the block starts when the block ends, or after `timeout` seconds where that is
-        another than usual."""
-        stream.synchronize()  # it must have passed the gate of the last time
+        """Context in which work queued on `stream` does not start until the block ends, or until `timeout` seconds (by
+        default the gate's own) have passed."""
+        stream.synchronize()  # it must have passed the previous wait
         self._view.value = 0
         alarm, self._held = Alarm(self._word.data_ptr(), timeout or self.timeout), True
         try:

@@ -1,4 +1,4 @@
-"""Clocks, temperature, power and throttle reasons of the GPU that is measured, read through NVML."""
+"""Clocks, temperature, power and throttle reasons of the measured GPU, read through NVML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pynvml
 import torch
 
-# What slows a GPU down. Idle and application clocks, the other two common reasons, do not.
+# Reasons that slow a GPU down. The other two common ones, idle and application clocks, do not.
 THROTTLE = {
     pynvml.nvmlClocksThrottleReasonSwPowerCap: "sw_power_cap",
     pynvml.nvmlClocksThrottleReasonHwSlowdown: "hw_slowdown",
@@ -27,7 +27,7 @@ def handle(device: torch.device) -> Any:
 
 
 class Reading(NamedTuple):
-    """Of a GPU that is busy."""
+    """State of a busy GPU at one moment."""
 
     sm_mhz: int
     temperature_c: int
@@ -36,7 +36,7 @@ class Reading(NamedTuple):
 
 
 def by_round(readings: Sequence[Reading]) -> dict[str, Any]:
-    """The SM clock of each round, in MHz, and the numbers of those in which the GPU throttled."""
+    """The SM clock of each round in MHz, and the numbers of the rounds in which the GPU throttled."""
     return {
         "sm_mhz": [reading.sm_mhz for reading in readings],
         "throttled": [index for index, reading in enumerate(readings) if reading.throttle],
@@ -44,20 +44,20 @@ def by_round(readings: Sequence[Reading]) -> dict[str, Any]:
 
 
 def worst(readings: Sequence[Reading]) -> Reading:
-    """One reading for several of the same round: the lowest clock, the highest temperature and power, all reasons."""
+    """Combines several readings of one round: the lowest clock, the highest temperature and power, all reasons."""
     clocks, temperatures, powers, reasons = zip(*readings, strict=True)
     return Reading(min(clocks), max(temperatures), max(powers), frozenset().union(*reasons))
 
 
 class Monitor:
-    """Collects one reading a round, taken while the GPU is busy."""
+    """Collects one reading per round, taken while the GPU is busy."""
 
     def __init__(self, device: torch.device) -> None:
         self._handle = handle(device)
         self.readings: list[Reading] = []
 
     def settle(self, seconds: float = 2.0) -> None:
-        """Waits, no longer than that, until the GPU no longer throttles for the sake of what ran before."""
+        """Waits, for at most `seconds`, until the GPU no longer throttles because of earlier work."""
         deadline = time.perf_counter() + seconds
         while self._throttling() and time.perf_counter() < deadline:
             time.sleep(0.02)
@@ -67,7 +67,7 @@ class Monitor:
         return frozenset(name for bit, name in THROTTLE.items() if reasons & bit)
 
     def read(self) -> None:
-        """One reading; costs about 0.1 ms of the host's time."""
+        """Takes one reading; costs about 0.1 ms of host time."""
         self.readings.append(
             Reading(
                 pynvml.nvmlDeviceGetClockInfo(self._handle, pynvml.NVML_CLOCK_SM),

@@ -1,9 +1,9 @@
 """Host time: how long the calling thread is busy with one call, whatever the device does.
 
-A sample is the wall time of a loop of calls over their number. The inputs are so small that the device is done long
-before the next call, and the queue of launches is empty when a loop begins; where the device was the slower one all the
-same, the samples say so (`device_bound`). In forward + backward the caller waits for autograd's own thread, so that its
-work is in the time as a user pays it. Implementations take turns, in a fresh random order each round.
+A sample is the wall time of a loop of calls over their number. The inputs are so small that the device finishes long
+before the next call, and the launch queue is empty when a loop begins. If the device was nevertheless the bottleneck,
+the samples say so (`device_bound`). In forward + backward the caller waits for autograd's own thread, so that its work
+is included, as it is for a user. Implementations are interleaved, in a new random order each round.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-WARM_UP = 30  # calls, after those that compile: caches of plans and of memory are full
-BOUND = 1.2  # a loop with the wait for the device takes that many times as long as without: the device was the limit
+WARM_UP = 30  # calls, after those that compile: fills the caches of plans and of memory
+BOUND = 1.2  # if waiting for the device makes a loop this many times longer, the device is the bottleneck
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Contender:
 
     @property
     def device_bound(self) -> bool:
-        """Whether the device was the limit in most rounds."""
+        """Whether the device was the bottleneck in most rounds."""
         pairs = zip(self.samples_us, self.synchronised_us, strict=True)
         return 2 * sum(waited > BOUND * alone for alone, waited in pairs) > len(self.samples_us)
 
@@ -41,7 +41,7 @@ def measure(
     calls: int = 40,
     seed: int | None = None,
 ) -> None:
-    """Fills the contenders' samples: one a round, of `calls` calls each. What a call raises is raised."""
+    """Fills the contenders' samples: one per round, of `calls` calls each. Exceptions of a call propagate."""
     order, shuffle = list(contenders), random.Random(seed).shuffle
     for contender in order:
         for _ in range(WARM_UP):
@@ -62,8 +62,8 @@ def measure(
 
 
 def _loop(call: Callable[[], object], calls: int, synchronise: Callable[[], None]) -> tuple[float, float]:
-    """Microseconds a call: of the calls alone, and with the wait for the device behind them."""
-    call()  # what ran before this left the caches of the processor with something else
+    """Microseconds per call: of the calls alone, and including the final wait for the device."""
+    call()  # warms the processor's caches, which earlier code has filled with other data
     synchronise()
     start = time.perf_counter_ns()
     for _ in range(calls):

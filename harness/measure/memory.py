@@ -1,15 +1,16 @@
 """Memory of one call: its peak, what it saves for the backward, and what it leaks.
 
-peak    the most that is allocated during a call, above what was there before it, so inputs do not count. On a GPU
-        PyTorch's allocator knows it; on a CPU it is that of the whole process (Linux: VmHWM), after the C library has
-        given back what it kept of earlier calls.
+peak    the maximum allocated during a call, above what was allocated before, so inputs do not count. On a GPU it comes
+        from PyTorch's allocator. On a CPU it is that of the whole process (Linux: VmHWM), after the C library has
+        returned memory kept from earlier calls.
 saved   the bytes that the forward keeps for the backward: the storages that its graph holds beyond those of the inputs,
-        parameters and outputs, each counted once and whole, since a view keeps all of its storage alive. Saved tensors
-        are seen by `torch.autograd.graph.saved_tensors_hooks`, and count as long as the graph holds them; what a custom
-        `autograd.Function` keeps as attributes of its context is found on the graph's nodes. In a mode that runs its
-        own backward it is the most that was saved at once, outputs included and such attributes not.
-growth  what is allocated more after GROWTH_CALLS further calls, whose results are dropped: 0, unless it leaks. On a CPU
-        it is the process's resident memory, which scatters by some hundred KiB. Not of calls of seconds.
+        parameters and outputs. Each is counted once and whole, since a view keeps all of its storage alive. Saved
+        tensors are seen by `torch.autograd.graph.saved_tensors_hooks`, and count as long as the graph holds them.
+        Attributes that a custom `autograd.Function` keeps on its context are found on the graph's nodes. In a mode that
+        runs its own backward it is the maximum saved at once, which includes outputs but not such attributes.
+growth  what is allocated in addition after GROWTH_CALLS further calls, whose results are dropped: 0, unless it leaks.
+        On a CPU it is the process's resident memory, which scatters by some hundred KiB. Not measured for calls of
+        seconds.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 GROWTH_CALLS = 10
-DEPTH = 3  # of containers in an attribute of a context
-FROZEN_AT_START = gc.get_freeze_count()  # Python 3.12 freezes some of its own objects before it begins
+DEPTH = 3  # of nested containers in a context's attribute
+FROZEN_AT_START = gc.get_freeze_count()  # Python 3.12 freezes some of its own objects at start-up
 
 Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes; None where a figure does not exist or cannot be had."""
+    """Bytes; None where a figure does not exist or cannot be measured."""
 
     peak: int | None
     saved: int | None
@@ -47,12 +48,12 @@ class Memory:
 
 
 def measure(run: Call, device: torch.device, saved: int | None = None, growth: bool = True) -> Memory:
-    """Peak and, if `growth`, that of `run`, which has been called before; `saved` is entered as it is."""
+    """Peak of `run`, which has been called before, and its growth if `growth`; `saved` is recorded as given."""
     return Memory(peak_bytes(run, device), saved, growth_bytes(run, device) if growth else None)
 
 
 def peak_bytes(run: Call, device: torch.device) -> int | None:
-    """The most that one call takes above what was there before it; None on a CPU other than Linux's."""
+    """The maximum that one call allocates above what was allocated before it; None on a CPU other than Linux's."""
     run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -63,7 +64,7 @@ def peak_bytes(run: Call, device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device) - before
     _trim()
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far becomes what is resident now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to what is resident now
         before = _resident("VmHWM")
         run()
         return _resident("VmHWM") - before
@@ -72,7 +73,7 @@ def peak_bytes(run: Call, device: torch.device) -> int | None:
 
 
 def growth_bytes(run: Call, device: torch.device, calls: int = GROWTH_CALLS) -> int | None:
-    """What is allocated more after so many calls than before them; None on a CPU other than Linux's."""
+    """The increase in allocated memory over `calls` calls; None on a CPU other than Linux's."""
     before = _allocated(device)
     for _ in range(calls):
         run()
@@ -81,8 +82,8 @@ def growth_bytes(run: Call, device: torch.device, calls: int = GROWTH_CALLS) -> 
 
 
 def make_room(device: torch.device) -> None:
-    """Gives back what PyTorch's allocator keeps for later, where the device has less than that left. While a CUDA graph
-    is captured it cannot be given back, and the graph's own memory would be lacking."""
+    """Releases the memory that PyTorch's allocator caches, where the device has less than that free. During the capture
+    of a CUDA graph it cannot be released, and the graph's own memory could not be allocated."""
     gc.collect()
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if torch.cuda.mem_get_info(device)[0] < kept:
@@ -91,8 +92,8 @@ def make_room(device: torch.device) -> None:
 
 @contextmanager
 def only_new_garbage() -> Iterator[None]:
-    """Within the block a collection looks at what was made in it alone, and takes a tenth of the time."""
-    if gc.get_freeze_count() > FROZEN_AT_START:  # somebody else's
+    """In this block the garbage collector visits only objects made in it, which takes a tenth of the time."""
+    if gc.get_freeze_count() > FROZEN_AT_START:  # frozen by other code
         yield
         return
     gc.collect()
@@ -128,8 +129,8 @@ def _trim() -> None:
 
 
 def saved_bytes(forward: Call, given: Iterable[Any] = ()) -> int:
-    """What the graph of the result of `forward`, called with gradients, keeps. `given` are its inputs: tensors, modules
-    (all of whose parameters and buffers count as given), and anything else, which is left out."""
+    """Bytes that the graph of the result of `forward`, called with gradients, keeps. `given` are its inputs: tensors,
+    modules (all of whose parameters and buffers count as given), and anything else, which is ignored."""
     ledger = _Ledger(given)
     with torch.enable_grad(), saved_tensors_hooks(ledger.pack, _unpack):
         results = forward()
@@ -142,7 +143,7 @@ def saved_bytes(forward: Call, given: Iterable[Any] = ()) -> int:
 
 
 def most_saved_bytes(run: Call, given: Iterable[Any] = ()) -> int:
-    """The most that is saved at once during `run`, which has its own forward and backward."""
+    """The maximum saved at once during `run`, which has its own forward and backward."""
     ledger = _Ledger(given)
     with saved_tensors_hooks(ledger.pack, _unpack):
         run()
@@ -150,7 +151,7 @@ def most_saved_bytes(run: Call, given: Iterable[Any] = ()) -> int:
 
 
 class _Held:
-    """What autograd keeps in place of a saved tensor; when the graph drops it, the ledger knows."""
+    """The object that autograd keeps in place of a saved tensor; it notifies the ledger when the graph drops it."""
 
     def __init__(self, tensor: torch.Tensor, ledger: _Ledger) -> None:
         self.tensor, self._ledger = tensor, ledger
@@ -164,11 +165,11 @@ def _unpack(held: _Held) -> torch.Tensor:
 
 
 class _Ledger:
-    """Storages that are held, each once, and their bytes: `now`, and the most there were."""
+    """The storages that are held, each counted once, and their bytes: the present sum `now`, and its maximum."""
 
     def __init__(self, given: Iterable[Any]) -> None:
         self._left_out = {key for tensor in _tensors(list(given)) for key, _ in _storage(tensor)}
-        self._held: dict[int, list[int]] = {}  # storage -> how many hold it, its bytes
+        self._held: dict[int, list[int]] = {}  # storage -> number of holders, its bytes
         self.now = self.most = 0
 
     def pack(self, tensor: torch.Tensor) -> _Held:
@@ -192,14 +193,14 @@ class _Ledger:
                     self.now -= size
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """From now on these do not count, whoever holds them."""
+        """From now on these do not count, whatever holds them."""
         for key, _ in (found for tensor in tensors for found in _storage(tensor)):
             self._left_out.add(key)
             self.now -= self._held.pop(key, [0, 0])[1]
 
 
 def _storage(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Identity and bytes of the storage behind a tensor; nothing where it has none of its own, as a sparse one."""
+    """Identity and bytes of the storage behind a tensor; empty where it has none of its own, like a sparse one."""
     try:
         storage = tensor.untyped_storage()
         return [(storage._cdata, storage.nbytes())]
@@ -208,7 +209,7 @@ def _storage(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _tensors(value: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
-    """The tensors in a value: containers, dataclasses, and the parameters and buffers of modules."""
+    """Yields the tensors in a value: in containers, dataclasses, and the parameters and buffers of modules."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, torch.nn.Module):
@@ -227,7 +228,7 @@ def _tensors(value: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
 
 
 def _nodes(outputs: Iterable[torch.Tensor]) -> Iterator[Node]:
-    """Every node of the graph behind some outputs."""
+    """Yields every node of the graph behind some outputs."""
     queue = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(queue)
     while queue:

@@ -1,8 +1,8 @@
 """QuACK's autotuner in two rounds: a short one over all configurations, and its own over the fastest of them.
 
-QuACK times each configuration over 200 calls after 200 ms of warm-up. For the 44 configurations of a matrix product
-that takes 5 ms, this is a minute of the GPU, and the backward of an MLP has five products. A few calls tell which
-configurations may be the fastest; only to choose among those takes many.
+QuACK times each configuration over 200 calls after 200 ms of warm-up. For the 44 configurations of a GEMM that takes
+5 ms this is a minute of GPU time, and the backward of an MLP has five GEMMs. A few calls suffice to find the
+configurations that may be the fastest; only the choice among those needs many.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BENCH = "_bench_cuda_graph_l2_rotate"
 
 @contextmanager
 def two_rounds() -> Iterator[None]:
-    """A block in which QuACK's autotuner, if it is imported by then, takes two rounds."""
+    """Context in which QuACK's autotuner, if it has been imported by then, works in two rounds."""
     module: Any = sys.modules.get("quack.autotuner")
     if module is None:
         yield
@@ -32,7 +32,7 @@ def two_rounds() -> Iterator[None]:
 
     def finalists(self: Any, arguments: Mapping[str, Any]) -> list[Any]:
         found = prune(self, arguments)
-        # A bench of its own, or hooks that restore what a call updates, would not be those of the first round.
+        # A custom bench function, or hooks that restore what a call updates, would not apply to the first round.
         if len(found) <= FINALISTS or self._do_bench is not None or self.pre_hook is not None:
             return found
         first = copy.copy(self)
@@ -59,9 +59,9 @@ def short_bench(
     extra_kwargs: Mapping[str, Any],
     quantiles: Sequence[float] | None = None,
 ) -> list[float] | float:
-    """Milliseconds a call takes, over a few calls in a CUDA graph. As in QuACK's own bench, calls go through several
-    sets of inputs, together larger than the L2 cache. Raises what `fn` does; QuACK catches it where a kernel is not yet
-    compiled, and asks again."""
+    """Milliseconds per call, over a few calls in a CUDA graph. As in QuACK's own bench, calls rotate through several
+    sets of inputs, together larger than the L2 cache. Raises what `fn` raises; QuACK catches it where a kernel is not
+    compiled yet, and retries."""
     sets = list(zip(arg_sets, kwarg_sets, strict=True))
 
     def calls(count: int) -> None:

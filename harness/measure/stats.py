@@ -1,9 +1,9 @@
 """Statistics of repeated timings. Distributions of kernel times are skewed and have outliers, so everything that a
-decision hangs on is built from order statistics; mean and standard deviation are there for those who ask.
+decision depends on is computed from order statistics; mean and standard deviation are only reported.
 
-Intervals are of 95 % also where sampling stops as soon as they are narrow enough: who looks K times, and may stop at
-each, takes intervals of 1 − 0.05 / K (Bonferroni), of which all K together hold in 95 of 100 cases. K is the number of
-looks that were planned, `looks`, whatever was used of them.
+Intervals have a coverage of 95 % although sampling stops as soon as they are narrow enough. With K interim looks, each
+of which may stop the sampling, each look uses an interval of level 1 − 0.05 / K (Bonferroni), so that all K together
+hold with a probability of at least 95 %. K is the planned number of looks, `looks`, however many were used.
 
 Imports no torch, so that `report` and `compare` can use it anywhere.
 """
@@ -31,7 +31,7 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 
 
 def looks_at(fewest: int, most: int) -> tuple[int, ...]:
-    """After how many samples to look whether they suffice: `fewest`, each time twice as many, and at last `most`."""
+    """The sample sizes at which to check for convergence: `fewest`, then doubling, and finally `most`."""
     found = [fewest]
     while found[-1] < most:
         found.append(min(2 * found[-1], most))
@@ -39,15 +39,15 @@ def looks_at(fewest: int, most: int) -> tuple[int, ...]:
 
 
 def median_ci(ordered: Sequence[float], looks: int = 1) -> tuple[float, float]:
-    """A confidence interval of the median with coverage of at least 95 % at the last of so many looks, free of any
-    assumption on the distribution.
+    """A distribution-free confidence interval of the median with coverage of at least 95 % at the last of so many
+    looks.
 
-    The number of samples under the median is Binomial(n, 1/2), so the k-th smallest and k-th largest bracket it with
-    probability 1 − 2·P(B < k) (David and Nagaraja, Order Statistics, 7.1). Where no k reaches the level, as under 6
-    samples at one look, the whole range is returned.
+    The number of samples below the median is Binomial(n, 1/2), so the k-th smallest and k-th largest bracket it with
+    probability 1 − 2·P(B < k) (David and Nagaraja, Order Statistics, 7.1). Where no k reaches the level, as with fewer
+    than 6 samples at one look, the whole range is returned.
     """
     n = len(ordered)
-    k, tail, log_term = 0, 0.0, -n * math.log(2)  # P(B = k), whose logarithm does not underflow
+    k, tail, log_term = 0, 0.0, -n * math.log(2)  # P(B = k); its logarithm does not underflow
     while tail + math.exp(log_term) <= 0.025 / looks:
         tail += math.exp(log_term)
         log_term += math.log((n - k) / (k + 1))
@@ -57,7 +57,7 @@ def median_ci(ordered: Sequence[float], looks: int = 1) -> tuple[float, float]:
 
 @lru_cache(maxsize=64)
 def _blocks(n: int, seed: int) -> Array:
-    """Indices of RESAMPLES circular block resamples of n samples in their order (Künsch 1989; block length n^(1/3))."""
+    """Indices of RESAMPLES circular block resamples of n samples in time order (Künsch 1989; block length n^(1/3))."""
     block = max(1, round(n ** (1 / 3)))
     starts = np.random.default_rng(seed).integers(0, n, size=(RESAMPLES, -(-n // block)))
     indices = (starts[:, :, None] + np.arange(block)) % n
@@ -65,10 +65,10 @@ def _blocks(n: int, seed: int) -> Array:
 
 
 def resampled_medians(samples: Sequence[float], seed: int = 0) -> Array:
-    """Medians of RESAMPLES resamples. Blocks of neighbours are drawn rather than single samples, since clocks and
-    temperature tie neighbours together.
+    """Medians of RESAMPLES bootstrap resamples. Blocks of neighbours are drawn instead of single samples, since clocks
+    and temperature correlate neighbours.
 
-    Ranks of 16 bits are drawn in place of the samples: NumPy partitions them several times as fast as fp64."""
+    The resamples consist of 16-bit ranks instead of samples: NumPy partitions these several times as fast as fp64."""
     ordered, ranks = np.unique(np.asarray(samples, dtype=np.float64), return_inverse=True)
     drawn = ranks.astype(np.uint16 if len(ordered) <= 1 << 16 else np.int64)[_blocks(len(ranks), seed)]
     half = len(ranks) // 2
@@ -79,7 +79,7 @@ def resampled_medians(samples: Sequence[float], seed: int = 0) -> Array:
 
 
 def outliers(ordered: Sequence[float]) -> int:
-    """Samples outside Tukey's fences, 1.5 interquartile ranges beyond the quartiles. Counted, never dropped."""
+    """The number of samples outside Tukey's fences, 1.5 interquartile ranges beyond the quartiles. None is dropped."""
     q1, q3 = quantile(ordered, 0.25), quantile(ordered, 0.75)
     reach = 1.5 * (q3 - q1)
     return sum(not q1 - reach <= sample <= q3 + reach for sample in ordered)
@@ -106,7 +106,7 @@ def column(samples_us: Sequence[float], stop: str, looks: int = 1) -> dict[str, 
 
 
 def converged(samples: Sequence[float], width: float, looks: int = 1) -> bool:
-    """Whether the interval of the median is narrower than `width` times the median."""
+    """Whether the confidence interval of the median is narrower than `width` times the median."""
     ordered = sorted(samples)
     low, high = median_ci(ordered, looks)
     return high - low <= width * quantile(ordered, 0.5)
@@ -118,8 +118,8 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float], looks: int =
 
 
 def paired(figures: Sequence[float], looks: int = 1) -> dict[str, Any]:
-    """Median and 95 % interval of one figure a round: the wider of a block bootstrap's, which knows of neighbours, and
-    `median_ci`, which is right for few rounds."""
+    """Median and 95 % interval of one figure per round. The interval is the wider of a block bootstrap's, which
+    accounts for correlated neighbours, and `median_ci`, which is correct for few rounds."""
     ordered, tail = sorted(figures), 0.025 / looks
     low, high = median_ci(ordered, looks)
     drawn = np.quantile(resampled_medians(figures), (tail, 1 - tail))
@@ -132,8 +132,8 @@ FEWEST_UNTHROTTLED = 6  # rounds: fewer give no interval of a median
 def ratio_of_columns(
     numerator: Mapping[str, Any], denominator: Mapping[str, Any], throttled: Collection[int] = ()
 ) -> dict[str, Any]:
-    """`ratio` of two COLUMNs. Where the GPU throttled in some rounds, by their numbers, "unthrottled" is that of the
-    others and their number, or null if they are too few."""
+    """`ratio` of two COLUMNs. If the GPU throttled in the rounds numbered `throttled`, "unthrottled" is the ratio over
+    the other rounds and their number, or null if they are too few."""
     looks = denominator.get("looks", 1)
     above, below = numerator["samples_us"], denominator["samples_us"]
     found = ratio(above, below, looks)

@@ -1,22 +1,22 @@
 """Device time of kernels: cold, warm, in a CUDA graph, by CUPTI, and sustained.
 
 cold    L2 holds nothing of the inputs. CUDA events around the call. The flush before it writes twice the size of L2, so
-        that the cache is full of dirty lines, as after any kernel of a real program: whatever the call brings in or
+        that the cache is full of dirty lines, as after any kernel of a real program: each line that the call loads or
         writes evicts one of them, and the traffic is that of the steady state. (After a flush that leaves L2 clean
-        a call ends with up to 50 MB of its output not yet written, and can seem faster than a copy.) The pair of
+        a call ends with up to 50 MB of its output not yet written back, and can seem faster than a copy.) The pair of
         events itself costs about 2 µs, which are never subtracted.
-warm    called again at once on the same inputs; what fits in L2 stays there. Not where each takes a tenth of a second,
-        in which the 15 µs that L2 takes to fill is negligible.
-graph   N calls on N sets of inputs, together past twice the L2, captured in one CUDA graph; the replay divided by N.
-        It has no host time and no event overhead, so it is the headline for calls under 50 µs, and for those that
-        cannot be queued before they run, such as a training step of a thousand launches. The gap between two dependent
-        kernels of a graph (about 1 µs) is part of it, as it is in any training step.
-cupti   the sum of the durations of the kernels that a cold call launched, as the profiler's interface reports them.
+warm    called again at once on the same inputs; what fits in L2 stays there. Not measured where each call takes a tenth
+        of a second, in which the 15 µs that L2 takes to fill are negligible.
+graph   N calls on N sets of inputs, together larger than twice the L2, captured in one CUDA graph; the time of a replay
+        divided by N. It has no host time and no event overhead, so it is the headline for calls under 50 µs, and for
+        those that cannot be queued before they run, such as a training step of a thousand launches. The gap between two
+        dependent kernels of a graph (about 1 µs) is part of it, as it is in any training step.
+cupti   the sum of the durations of the kernels that a cold call launched, as CUPTI reports them.
 
-Rules that hold for all: implementations are interleaved, in a new random order each round, so that drift of the clocks
-affects all equally and ratios can be paired by round; each round, or each call of it where the queue does not take them
-all, is queued while the stream is held (`driver.Gate`), so that no launch waits for the host; NVTX, allocations by the
-harness and synchronisation stay outside the events; the data is random, never zeros.
+Rules for all columns: implementations are interleaved, in a new random order each round, so that clock drift affects
+all equally and ratios can be paired by round. Each round (or each call of it, if the queue does not hold a whole round)
+is queued while the stream is blocked (`driver.Gate`), so that no launch waits for the host. NVTX ranges, allocations by
+the harness and synchronisation stay outside the events. The data are random, never zeros.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from .gpu_state import Monitor, Reading, by_round
 GRAPH_HEADLINE_US = 50.0
 NEVER_WARM_US = 1e5
 MAX_GRAPH_CALLS = 256
-PROBE_SECONDS = 0.5  # in which the host queues any call that the queue takes, many times over
-FRESH_SETS = 2  # sets of inputs, and so addresses, that the cold and warm columns alternate between
+PROBE_SECONDS = 0.5  # within which the host queues, many times over, any call that the queue can hold
+FRESH_SETS = 2  # sets of inputs, at different addresses, between which the cold and warm columns alternate
 AA = "#again"  # the second instance of an implementation, for the A/A pair
 
 
 @dataclass(frozen=True)
 class Budget:
-    """When sampling stops: every interval of a median narrower than `width` at one of the `looks`, or a bound on rounds
-    or seconds.
+    """When sampling stops: every interval of a median is narrower than `width` at one of the `looks`, or a bound on
+    rounds or seconds is reached.
 
-    `few_rounds` are enough where `min_rounds` take longer than `patience` seconds: runs of a tenth of a second have
-    little variance, and are as long as many short ones. `warmup_rounds` replaces `warmup_seconds`.
+    `few_rounds` suffice where `min_rounds` take longer than `patience` seconds: runs of a tenth of a second have
+    little variance, and each is as long as many short ones. `warmup_rounds` replaces `warmup_seconds`.
     """
 
     min_rounds: int = 20
@@ -67,7 +67,7 @@ class Budget:
 
     @property
     def looks(self) -> tuple[int, ...]:
-        """After how many rounds the intervals are looked at."""
+        """The numbers of rounds after which the intervals are checked."""
         return stats.looks_at(self.min_rounds, self.max_rounds)
 
     def done(self, rounds: int, elapsed: float, samples: Collection[Sequence[float]]) -> str | None:
@@ -80,8 +80,8 @@ class Budget:
         return "time" if elapsed > self.seconds else "rounds" if rounds >= self.max_rounds else None
 
     def fixed(self, samples: int | None = None, warmup: int | None = None) -> Budget:
-        """With exactly so many samples, whatever their scatter, after so many rounds of warm-up; None leaves either as
-        it is. ValueError below 1 sample or 0 rounds."""
+        """The same budget with exactly `samples` samples, whatever their scatter, after `warmup` rounds of warm-up.
+        None leaves either unchanged. ValueError below 1 sample or 0 rounds."""
         if (samples is not None and samples < 1) or (warmup is not None and warmup < 0):
             raise ValueError(f"at least 1 sample and 0 rounds of warm-up, got {samples} and {warmup}")
         fixed = self if warmup is None else replace(self, warmup_rounds=warmup)
@@ -95,14 +95,14 @@ QUICK = Budget(min_rounds=7, max_rounds=20, seconds=0.25, width=0.05, warmup_sec
 
 
 def budget(arguments: argparse.Namespace) -> Budget:
-    """From --quick, --samples and --warmup."""
+    """The budget that --quick, --samples and --warmup ask for."""
     usual = QUICK if arguments.quick else Budget()
     return usual.fixed(getattr(arguments, "samples", None), getattr(arguments, "warmup", None))
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One implementation in one mode. `bind` makes a callable on a set of inputs; the sets are shared by all."""
+    """One implementation in one mode. `bind` makes a callable for a set of inputs; all contenders share the sets."""
 
     name: str
     bind: Callable[[int], Run]
@@ -110,9 +110,9 @@ class Contender:
 
 @dataclass(frozen=True)
 class Data:
-    """What is done to a set of inputs, given by its number, outside the events. `restore` comes before each call: what
-    the call before has updated in place gets its value back. `stir` comes before each round: a few elements change, so
-    that nothing can be gained by keeping an earlier answer."""
+    """Operations on a set of inputs, given by its number, outside the events. `restore` runs before each call: it
+    resets what the previous call updated in place. `stir` runs before each round: it changes a few elements, so that a
+    cached result would be wrong."""
 
     restore: Callable[[int], object] = lambda index: None
     stir: Callable[[int], object] = lambda index: None
@@ -120,16 +120,16 @@ class Data:
 
 @dataclass
 class Measurement:
-    """What a group of contenders gave; columns[contender][column] is a COLUMN of the record."""
+    """Results of a group of contenders; columns[contender][column] is a COLUMN of the record."""
 
     columns: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     clocks: dict[str, Any] = field(default_factory=dict)
     warnings: dict[str, list[str]] = field(default_factory=dict)
-    unheld: frozenset[str] = frozenset()  # contenders whose times have the host's in them, except in a graph
+    unheld: frozenset[str] = frozenset()  # contenders whose times include host time, except in a graph
 
     def headline(self, ours: str, timer: str = "auto") -> str:
-        """The column that ratios and the summary use: cupti if that was asked for; graph for short calls and those with
-        the host's time in the others; else cold."""
+        """The column that ratios and the summary use: cupti if that was requested; graph for short calls and those
+        whose other columns include host time; else cold."""
         columns = self.columns[ours]
         if timer == "cupti":
             return "cupti"
@@ -149,15 +149,15 @@ class Measurement:
 
 
 def order_of(names: Sequence[str], index: int) -> list[str]:
-    """Who runs when in a round: a fresh random order in each, the same ones in every run. So nobody always follows the
-    same neighbour, and no period of the machine can coincide with one of the rounds."""
+    """The execution order within a round: random, new in each round, and the same in every run. So no contender always
+    follows the same neighbour, and no periodic disturbance can coincide with the rounds."""
     return random.Random(index).sample(list(names), len(names))
 
 
 @dataclass
 class Sampled:
-    """One column of all contenders: their samples in µs, why sampling stopped, and how often it could have; the state
-    of the GPU in each round."""
+    """One column of all contenders: their samples in µs, why sampling stopped, the planned number of looks, and the GPU
+    state in each round."""
 
     samples: dict[str, list[float]]
     stop: str
@@ -174,8 +174,8 @@ class ContenderFailed(Exception):
 
 
 class Clock:
-    """Measures on one stream of one device. Bind contenders inside `with clock.stream():`; a backward runs on the
-    stream of its forward, and a graph can be captured on no other."""
+    """Measures on one stream of one device. Bind contenders inside `with clock.stream():`, because a backward runs on
+    the stream of its forward, and a graph can only be captured on that stream."""
 
     def __init__(self, device: torch.device, budget: Budget = Budget()) -> None:
         self.device = device
@@ -183,15 +183,15 @@ class Clock:
         self.monitor = Monitor(device)
         self._stream = torch.cuda.Stream(device)
         self._gate = Gate()
-        self._unheld: set[str] = set()  # of the contenders that are measured
-        self._apart = False  # whether each is held by itself
+        self._unheld: set[str] = set()  # contenders that run while the stream is not blocked
+        self._apart = False  # whether the stream is blocked for each call separately
         self.l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush_buffer = torch.empty(2 * self.l2_bytes // 4, dtype=torch.int32, device=device)
         evict_persisting_lines()
 
     @contextmanager
     def stream(self) -> Iterator[torch.cuda.Stream]:
-        """Makes the timed stream current; ordered after what the surrounding stream has queued."""
+        """Makes the timed stream current, ordered after what the surrounding stream has queued."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield self._stream
@@ -209,10 +209,10 @@ class Clock:
         data: Data = Data(),
         held: bool = True,
     ) -> Measurement:
-        """Every column of every contender, ours first. `sets` is how many sets of inputs there are to rotate through.
-        Not `held` are calls beside which the host's time to their first launch is nothing.
+        """Measures every column of every contender, ours first. `sets` is the number of sets of inputs to rotate
+        through. With `held=False` the stream is not blocked: for calls so long that host time is negligible.
 
-        Raises ContenderFailed for the first that cannot be bound or warmed up.
+        Raises ContenderFailed for the first contender that cannot be bound or warmed up.
         """
         result = Measurement(warnings={c.name: [] for c in contenders})
         free = set() if held else {c.name for c in contenders}
@@ -238,7 +238,7 @@ class Clock:
             for name in self._unheld - free:
                 result.warnings[name].append("cannot be queued before it runs: the host's time may be in its times")
             result.unheld = frozenset(self._unheld - free)
-            self._unheld, self._apart = set(free), False  # a graph can be held
+            self._unheld, self._apart = set(free), False  # replays can be queued while the stream is blocked
             hosts = shortest < GRAPH_HEADLINE_US or contenders[0].name in result.unheld
             if timer == "graph" or (timer == "auto" and hosts):
                 self._add(result, "graph", self._graphs(contenders, sets, data, result))
@@ -256,10 +256,10 @@ class Clock:
         return result
 
     def sustained(self, run: Run, seconds: float) -> dict[str, Any] | None:
-        """Back to back for `seconds`: what is left of the burst figure once power and heat have their say.
+        """Back-to-back time over `seconds`, under the sustained power and thermal limits instead of in a burst.
 
-        Replays of a CUDA graph of some calls, since the host could not keep up with short ones; None where `run` cannot
-        be captured.
+        It replays a CUDA graph of some calls, since the host cannot keep up with short calls; None if `run` cannot be
+        captured.
         """
         with self.stream():
             calls = calls_within(seconds / 20, run)
@@ -279,7 +279,7 @@ class Clock:
                 replays += 2
                 self.monitor.readings.clear()
                 self.monitor.read()
-                if replays % 8 == 0:  # a long queue would run on past the deadline
+                if replays % 8 == 0:  # a long queue would run past the deadline
                     self._stream.synchronize()
             stop.record()
             stop.synchronize()
@@ -293,8 +293,8 @@ class Clock:
         }
 
     def _warm_up(self, runs: Sequence[Mapping[str, Run]]) -> None:
-        """Until the clocks have had time to rise; compilation happened before. The flush is called too: its kernel is
-        loaded at its first launch, which waits for the device and so never ends behind a closed gate."""
+        """Runs until the clocks have had time to rise; compilation happened before. The flush is called too: its kernel
+        is loaded at its first launch, which waits for the device and would never return while the gate is closed."""
         self.flush()
         every = [run for on_one_set in runs for run in on_one_set.values()]
         rounds, deadline = self.budget.warmup_rounds, time.perf_counter() + self.budget.warmup_seconds
@@ -356,9 +356,9 @@ class Clock:
     ) -> dict[str, float]:
         """One sample of each in µs: `before` outside and `call` inside a pair of events, all queued before any runs.
 
-        What cannot be queued before it runs is found out by the gate that opens by itself. First that may be the whole
-        round, whose launches are together more than the queue holds: from then on each call is held by itself. A call
-        that waits for the host, or is by itself more than the queue holds, is made outside, behind the others.
+        The gate opens by timeout if something cannot be queued before it runs. The first time, the reason may be that
+        the launches of a whole round exceed the queue: from then on the stream is blocked for each call separately. A
+        call that waits for the host, or alone exceeds the queue, then runs last, while the stream is not blocked.
         """
         order = order_of(names, index)
         seconds = None
@@ -379,8 +379,8 @@ class Clock:
         before: Callable[[str], object],
         seconds: float | None,
     ) -> tuple[dict[str, float], set[str]]:
-        """The times of a round, and those whose queueing made the gate open by itself, which it does after `seconds`,
-        by default its own."""
+        """The times of a round, and the contenders during whose queueing the gate opened by timeout, after `seconds`
+        (by default the gate's own)."""
         events = {n: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for n in order}
 
         def queue(name: str) -> None:
@@ -404,8 +404,8 @@ class Clock:
         return {n: start.elapsed_time(stop) * 1e3 for n, (start, stop) in events.items()}, culprits
 
     def _capture(self, contender: Contender, sets: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
-        """Graphs share the memory of what is not a result: those of training steps would not fit beside each other.
-        They may, since replays follow each other on one stream."""
+        """Captures one graph over all sets. Graphs share one pool for all memory except results: those of training
+        steps would not fit side by side. This is safe since replays follow each other on one stream."""
         runs = [contender.bind(index) for index in range(sets)]
         for run in runs:
             run()
@@ -439,13 +439,13 @@ class Clock:
 
 
 def input_sets(footprint_bytes: int, l2_bytes: int, free_bytes: int) -> int:
-    """How many sets of inputs a graph rotates through: together past twice the L2, within a quarter of free memory."""
+    """How many sets of inputs a graph rotates through: together over twice the L2, in a quarter of free memory."""
     wanted = -(-2 * l2_bytes // max(footprint_bytes, 1)) + 1
     return max(2, min(wanted, MAX_GRAPH_CALLS, free_bytes // (4 * max(footprint_bytes, 1)) or 2))
 
 
 def calls_within(seconds: float, run: Run, most: int = 20) -> int:
-    """How many calls, of `most`, take so long; 1 if one takes longer."""
+    """The number of calls, at most `most`, that take `seconds`; 1 if one takes longer."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     run()
@@ -454,10 +454,10 @@ def calls_within(seconds: float, run: Run, most: int = 20) -> int:
 
 
 def share_on_stream(run: Run, stream: torch.cuda.Stream) -> float:
-    """Share of the wall time of some back-to-back calls that events on the stream account for.
+    """Fraction of the wall time of some back-to-back calls that events on the stream account for.
 
-    About 1 for honest work, which is done when the stream's last event is. Near 0 when the work runs on another stream
-    that this one does not wait for, and goes on after its last event.
+    About 1 for correct implementations, whose work is complete at the stream's last event. Near 0 when the work runs on
+    another stream that this one does not wait for, and continues after its last event.
     """
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     calls = calls_within(0.5, run)

@@ -1,10 +1,10 @@
-"""Benches that share a GPU take turns: one has it, the others compile on the host meanwhile.
+"""Mutual exclusion of benches that share a GPU: one uses it while the others compile on the host.
 
-A bench has its turn from a case's first use of the GPU to its last, except while torch.compile, Triton, NVRTC or the
-CuTe DSL works on the host, or QuACK's autotuner waits for its pool of processes. What Inductor times on the GPU to
-choose a kernel has a turn of its own. So nothing is timed while others use the GPU.
+A bench holds the GPU from a case's first use of it to its last, except while torch.compile, Triton, NVRTC or the CuTe
+DSL works on the host, or QuACK's autotuner waits for its pool of processes. Kernels that Inductor times on the GPU for
+its autotuning acquire the GPU separately. So nothing is timed while others use the GPU.
 
-Of those that wait, the one whose case began first is next, so that few cases are half done when time is up.
+The waiting bench whose case began first is next, so that few cases are half done when time is up.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import IO, Any
 
 import torch
 
-LOOK_SECONDS = 0.01  # between two looks at who is next
-ROOM, ROOM_SECONDS = 0.5, 240.0  # of the GPU's memory, for a case to begin, and how long it waits for it
-KEPT_SECONDS = 600.0  # after which `once` measures again
-SLEEP_SECONDS = 0.5  # of a case that waits for memory; and of QuACK's autotuner, at least, while nothing is compiled
-ON_HOST = ("DYNAMO", "LAZY_BACKWARD")  # triggers, as Dynamo calls them, of compilations that need no GPU
+LOOK_SECONDS = 0.01  # polling interval for who is next
+ROOM, ROOM_SECONDS = 0.5, 240.0  # fraction of GPU memory that must be free for a case to begin; longest wait for it
+KEPT_SECONDS = 600.0  # age after which `once` measures again
+SLEEP_SECONDS = 0.5  # while a case waits for memory; minimum while QuACK's autotuner waits for its compilations
+ON_HOST = ("DYNAMO", "LAZY_BACKWARD")  # Dynamo's names of the triggers of compilations that need no GPU
 
 
 class Turns:
-    """The turns of those that name the same file, by a lock on it. Without a file nobody else has the GPU."""
+    """A file lock shared by the benches that name the same file. Without a file this bench has the GPU to itself."""
 
     def __init__(self, path: Path | None, device: torch.device) -> None:
         self._file: IO[str] | None = None
@@ -40,17 +40,17 @@ class Turns:
         self._device = device
         self._ours = False
         self._since = self._taken = time.time()
-        self.waited = 0.0  # seconds, for others, in all
+        self.waited = 0.0  # total seconds of waiting for others
         self.had = 0.0  # seconds with the GPU, since the case began
 
     @property
     def shared(self) -> bool:
-        """Whether others may have the GPU."""
+        """Whether other benches may use the GPU."""
         return self._file is not None
 
     def begin(self) -> None:
-        """A case begins. Takes the GPU once ROOM of its memory is free, which those have that wait with their inputs;
-        after ROOM_SECONDS in any case."""
+        """Begins a case. Acquires the GPU once a fraction ROOM of its memory is free (waiting benches occupy memory
+        with their inputs), or after ROOM_SECONDS in any case."""
         self._since, self.had = time.time(), 0.0
         self.take()
         while self._free() < ROOM and time.time() < self._since + ROOM_SECONDS:
@@ -59,14 +59,14 @@ class Turns:
             self.take()
 
     def _free(self) -> float:
-        """The part of the GPU's memory that is free; 1 where nobody else has any of it."""
+        """The fraction of the GPU's memory that is free; 1 where no other process uses it."""
         if self._file is None or self._device.type != "cuda":
             return 1.0
         free, total = torch.cuda.mem_get_info(self._device)
         return free / total
 
     def take(self) -> None:
-        """Waits until nobody else has the GPU, nor wants it for a case that began earlier."""
+        """Acquires the GPU: waits until no other bench has it, or wants it for a case that began earlier."""
         if self._ours:
             return
         begun = time.time()
@@ -82,25 +82,25 @@ class Turns:
         self.waited += self._taken - begun
 
     def _is_next(self, name: str) -> bool:
-        """Whether no process that runs has an earlier place in the queue."""
+        """Whether no running process has an earlier place in the queue."""
         return not any(_runs(other) for other in os.listdir(self._queue) if other < name)
 
     def give(self) -> None:
-        """Lets others have the GPU, once it has done all that it was given."""
+        """Releases the GPU, after all work queued on it is complete."""
         if not self._ours:
             return
         if self._file is not None:
             if self._device.type == "cuda":
-                with suppress(torch.AcceleratorError):  # of a context that is lost: nothing runs there any more
+                with suppress(torch.AcceleratorError):  # from a lost context, in which nothing runs any more
                     torch.cuda.synchronize(self._device)
-                    torch.cuda.empty_cache()  # others need memory too
+                    torch.cuda.empty_cache()  # the other benches need memory too
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._ours = False
         self.had += time.time() - self._taken
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns, which JSON must be able to hold; or what it returned to another of these benches in the
-        last KEPT_SECONDS. Call it only while the GPU is ours."""
+        """Returns what `make` returns (it must be serialisable as JSON), or what it returned to another of these
+        benches within the last KEPT_SECONDS. Call it only while holding the GPU."""
         if self._file is None:
             return make()
         kept = self._path.with_name(f"{self._path.name}.{name}.json")
@@ -112,7 +112,7 @@ class Turns:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """A block that may compile. `torch._dynamo.reset` within it ends the effect on what is compiled later in it."""
+        """Context for code that may compile. A `torch._dynamo.reset` inside ends its effect on later compilations."""
         if self._file is None:
             yield
             return
@@ -140,7 +140,7 @@ class Turns:
                 self._turn_to(ours[0])
 
     def _replacements(self) -> Iterator[AbstractContextManager[None]]:
-        """What gives the GPU away, and takes it, within torch.compile and where something else compiles."""
+        """Yields patches that release and reacquire the GPU inside torch.compile and other compilers."""
         from torch._inductor.runtime.benchmarking import benchmarker
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
         from torch._inductor.select_algorithm import AlgorithmSelectorCache
@@ -148,7 +148,7 @@ class Turns:
 
         yield _replaced(AlgorithmSelectorCache, "benchmark_in_current_process", self._with_gpu)
         yield _replaced(benchmarker, "benchmark_gpu", self._with_gpu)
-        # One more configuration of a kernel that is tuned at its first launch.
+        # A further configuration of a kernel that is autotuned at its first launch.
         yield _replaced(CachingAutotuner, "_precompile_config", self._without_gpu)
         yield _replaced(JITFunction, "_do_compile", self._without_gpu)
         for name, module in list(sys.modules.items()):
@@ -167,8 +167,8 @@ class Turns:
 
     @contextmanager
     def _having(self, ours: bool) -> Iterator[None]:
-        """A block in which the GPU is ours, or is not. Where that is so already nothing is touched: the block may be in
-        a thread of Inductor's, beside one that takes the GPU."""
+        """Context that holds the GPU, or does not. Where that is the case already it changes nothing: the block may run
+        in a thread of Inductor's, concurrently with one that acquires the GPU."""
         if self._ours == ours:
             yield
             return
@@ -194,7 +194,7 @@ class Turns:
 
 
 class _Sleeping:
-    """The module `time` as QuACK's autotuner sees it, which sleeps where no configuration is compiled yet."""
+    """Replaces the module `time` in QuACK's autotuner; sleeps while no configuration is compiled yet."""
 
     def __init__(self, clock: Any, without_gpu: Callable[[Callable[[float], None]], Callable[[float], None]]) -> None:
         self._clock = clock
@@ -205,7 +205,7 @@ class _Sleeping:
 
 
 def _locks(file: IO[str]) -> bool:
-    """Whether nobody else has the lock, which then is ours."""
+    """Tries to take the lock; returns whether that worked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -219,14 +219,14 @@ def _runs(place: str) -> bool:
         os.kill(int(place.rpartition("-")[2]), 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # the process of another user
         return True
     return True
 
 
 @contextmanager
 def _replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """`owner`, an object or a class, with something else under that name, which is made from the present one."""
+    """Context that replaces attribute `name` of `owner` (an object or a class) by `wrap` of its present value."""
     own, present = vars(owner).get(name), getattr(owner, name)
     bound = isinstance(owner, type) and hasattr(present, "__self__")  # a class method
     setattr(owner, name, staticmethod(wrap(present)) if bound else wrap(present))

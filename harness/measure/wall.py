@@ -1,9 +1,9 @@
-"""Wall-clock time of calls on a CPU, in a column of the name "wall". It stands for no GPU's.
+"""Wall-clock time of calls on a CPU, in a column named "wall". It says nothing about a GPU.
 
-A sample is the time of so many calls that they take SAMPLE_SECONDS together, over their number; of one call where the
-inputs that it updates in place are restored before it. A few elements of the inputs change before each round, so that
-an answer kept from an earlier one is wrong. Contenders run in a
-fresh random order each round, so that drift falls on all alike and ratios can be paired by round.
+A sample is the time of a loop of calls that takes SAMPLE_SECONDS, over their number; or of a single call if the inputs
+that it updates in place are restored before it. A few elements of the inputs change before each round, so that a cached
+result would be wrong. Contenders run in a new random order each round, so that drift affects all alike and ratios can
+be paired by round.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def measure(
     data: Data | None = None,
     one_call: bool = False,
 ) -> Measurement:
-    """The "wall" column of every contender, bound to `sets` sets of inputs that the rounds alternate between.
-    `one_call`: a sample is one call, before which `data` restores what the one before has updated.
+    """Measures the "wall" column of every contender, bound to `sets` sets of inputs between which the rounds alternate.
+    `one_call`: a sample is one call, before which `data` restores what the previous one has updated.
 
-    Raises ContenderFailed for the first that cannot be bound or run.
+    Raises ContenderFailed for the first contender that cannot be bound or run.
     """
     runs: dict[str, list[Run]] = {}
     for contender in contenders:

@@ -1,5 +1,5 @@
-"""The checkout of a worker: links to the original. The folder of a kernel becomes a copy when the worker first gets a
-mutant of it, and holds the mutant only while its checks run.
+"""The checkout of a worker: links to the original. A kernel's folder is copied when the worker first gets a mutant of
+it, and contains the mutant only while its checks run.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def enter(root: Path) -> None:
 
 @contextlib.contextmanager
 def with_mutant(task: Mapping[str, Any]) -> Iterator[str]:
-    """While the file of a task has the mutant's text; gives the original's. What is in the mutant's own cache is
-    deleted after it."""
+    """Context in which the file of a task has the mutant's text; yields the original's. The mutant's own cache is
+    deleted afterwards."""
     folder = registry.folder(task["kernel"])
     if folder.is_symlink():
         source = folder.resolve()
@@ -56,7 +56,7 @@ def with_mutant(task: Mapping[str, Any]) -> Iterator[str]:
 
 
 def write(task: Mapping[str, Any], text: str) -> None:
-    """Gives the file of a task this text."""
+    """Writes this text to the file of a task."""
     (registry.folder(task["kernel"]) / task["file"]).write_bytes(text.encode())
 
 

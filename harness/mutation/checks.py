@@ -1,10 +1,11 @@
-"""What runs inside the process of a mutant: the import of its kernel, the checks of SPEC, and after them the tests.
+"""The work in the process of a mutant: the import of its kernel, the checks of SPEC, and then the tests.
 
-The kernel is imported here, after the fork, so each process has the mutant alone: its ops, its plans, its CUDA context;
-but of CUDA C++ on a GPU a process has one mutant after another (`leftovers`). There, what a mutant did not pass is then
-made of the original, which is put back for that, and only a process in which that went well is used again.
-A task ends at the first check that does not pass, or with all checks made; an exception, or a signal (SIGALRM where a
-check took too long), ends the process. On an original all are made.
+The kernel is imported here, after the fork, so each process has only the mutant: its ops, its plans, its CUDA context.
+An exception are mutants of CUDA C++ on a GPU, which run one after another in one process (`leftovers`). There, checks
+that a mutant did not pass are repeated on the original, which is restored for that. Only if they pass is the process
+used again.
+A task ends at the first check that does not pass, or when all checks are made. An exception, or a signal (SIGALRM if a
+check took too long), ends the process. On an original all checks are made.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from .clock import Clock, begin
 from .messages import COLLECTION, IMPORT, PHASES, say
 from .selection import is_wanted, of_cases, place, unlikely
 
-MEMORY = 6 << 30  # bytes that a mutant may take beyond what is there after the imports; the CPU alone is bounded so
+MEMORY = 6 << 30  # bytes that a mutant may use beyond the memory after the imports; on a CPU only
 
 
 def make(task: Mapping[str, Any], report: TextIO) -> bool:
-    """Every check and test of the task, those that are likely to reject first; what is found is said to `report`.
-    Whether the process can have another task."""
+    """Makes every check and test of the task, those that are likely to reject first, and writes messages to `report`.
+    Returns whether the process can run another task."""
     clock, device = Clock(), task["device"]
     if device == "cpu":
         _bound_memory()
@@ -62,7 +63,7 @@ def _bound_memory() -> None:
 
 
 def _shrink_no_example() -> None:
-    """For hypothesis one example that fails is enough: no search for the smallest."""
+    """For hypothesis one failing example is enough: skips the search for the smallest."""
     with contextlib.suppress(ImportError):
         import hypothesis
 
@@ -74,7 +75,7 @@ def _shrink_no_example() -> None:
 def _make_checks(
     items: Mapping[str, Any], wanted: list[str], task: Mapping[str, Any], clock: Clock, report: TextIO
 ) -> tuple[list[str], list[str]]:
-    """What failed, for a mutant one check alone or one that passed before and is gone, and what was skipped."""
+    """The failed checks (of a mutant only the first; one that used to pass but is gone counts), and the skipped."""
     failed, skipped = list[str](), list[str]()
     known = [
         name for name in task.get("seconds", {}) if "::" not in name and name not in PHASES and is_wanted(task, name)
@@ -95,7 +96,7 @@ def _make_checks(
 
 
 def _make_check(item: Any, name: str, task: Mapping[str, Any], clock: Clock, report: TextIO) -> str:
-    """pass, fail, skip; "" where there was not enough memory, which says nothing: others take a GPU's memory too."""
+    """pass, fail or skip; "" if memory did not suffice, which is inconclusive: others use the GPU's memory too."""
     from ..commands import check
 
     begin(name, task, clock, report)
@@ -120,8 +121,8 @@ def _make_check(item: Any, name: str, task: Mapping[str, Any], clock: Clock, rep
 def _is_fit(
     suspects: list[str], items: Mapping[str, Any], task: Mapping[str, Any], clock: Clock, report: TextIO
 ) -> bool:
-    """Whether the process can have another task: nothing is left of this one that is known, and what was not passed
-    (`suspects`) the original passes or skips, which is put back after a mutant."""
+    """Whether the process can run another task: no known state of this task is left, and the original, which is
+    restored after a mutant, passes or skips the checks that did not pass (`suspects`)."""
     if not leftovers.is_for_used(task) or (suspects and not task.get("file")):
         return False
     say(report, over=True)

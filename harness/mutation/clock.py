@@ -1,6 +1,6 @@
-"""How long a check of a mutant may take, and the alarm that ends a process where one takes longer.
+"""Time limits of a mutant's checks, and the alarm that ends a process where a check exceeds its limit.
 
-What a check may take does not include the time of a compiler, which has a limit of its own.
+The time of a check does not include that of a compiler, which has a limit of its own.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, TextIO
 
 from .messages import PHASES, say
 
-# A check may take FACTOR times as long as where it passed, and SLACK seconds more. On a GPU the first check of a
-# process loads what PyTorch launches, and others may start CUDA meanwhile, which holds up all that use the driver.
+# A check may take FACTOR times as long as when it passed, plus SLACK seconds. On a GPU the first check of a process
+# loads the kernels that PyTorch launches, and others may be starting CUDA, which blocks all users of the driver.
 SLACK, FACTOR = {"cpu": 10.0, "cuda": 40.0}, 10.0
-UNSEEN = {"cpu": 300.0, "cuda": 90.0}  # seconds of a check that has not passed yet
+UNSEEN = {"cpu": 300.0, "cuda": 90.0}  # limit in seconds for a check that has not passed yet
 ORIGINAL_SECONDS, COMPILER_SECONDS = 900.0, 120.0
-USED = 0.25  # of these limits, in a process that has run another mutant: what takes longer is judged again in a new one
+USED = 0.25  # factor on these limits in a process that has run another mutant: a timeout leads to a retry in a new one
 
 
 def limit_of(task: Mapping[str, Any], name: str) -> float:
-    """How long a check may take on a mutant, in seconds."""
+    """The time limit of a check on a mutant, in seconds."""
     if not task.get("file"):
         return ORIGINAL_SECONDS
     seconds = None if name in PHASES else task.get("seconds", {}).get(name)
@@ -31,9 +31,9 @@ def limit_of(task: Mapping[str, Any], name: str) -> float:
 
 
 class Clock:
-    """The time of the checks, less that of the compilers. A check that takes longer than it may ends the process:
-    SIGALRM's default action does so in C code too, and where a kernel never ends. As the alarm, the time of the
-    compilers is that of the process: what watches them keeps the clock of the first task."""
+    """The time of the checks, without that of the compilers. A check that exceeds its limit ends the process: the
+    default action of SIGALRM works in C code too, and while a kernel hangs. The alarm and the compilers' time are those
+    of the process: the compiler wrappers keep the clock of the first task."""
 
     _compiled = 0.0
 
@@ -48,7 +48,7 @@ class Clock:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """While a compiler runs, which has COMPILER_SECONDS."""
+        """Context for a compiler, which has COMPILER_SECONDS."""
         left, start = signal.getitimer(signal.ITIMER_REAL)[0], time.monotonic()
         self.limit(COMPILER_SECONDS)
         try:
@@ -59,7 +59,7 @@ class Clock:
 
 
 def begin(name: str, task: Mapping[str, Any], clock: Clock, report: TextIO) -> None:
-    """Gives a check its time from now on, and says that it begins."""
+    """Starts the time limit of a check, and reports that it begins."""
     limit = limit_of(task, name)
     clock.limit(limit)
     say(report, at=name, limit=limit)

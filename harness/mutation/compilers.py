@@ -1,5 +1,5 @@
-"""Watches Triton and NVRTC in the process of a mutant: while they compile the clock of the checks stands still, and
-what they make, or do not compile, is said.
+"""Watches Triton and NVRTC in the process of a mutant: the clock of the checks is stopped while they compile, and their
+output or failure is reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _watched: set[str] = set()  # in this process
 
 
 def watch(package: str, clock: Clock, report: TextIO) -> None:
-    """From now on, for Triton and for the NVRTC of a kernel's package; once in a process, with the clock and the report
+    """Watches Triton and the NVRTC of a kernel's package from now on; once per process, with the clock and the report
     of its first task."""
     _watch_triton(clock, report)
     with contextlib.suppress(Exception):  # without a driver CuPy raises more than ImportError
@@ -51,12 +51,12 @@ def _watch_nvrtc(clock: Clock, report: TextIO) -> None:
 
 
 def _say_what_nvrtc_makes(package: str, report: TextIO) -> None:
-    """Also what is in the cache already."""
+    """Reports NVRTC's output, also where it is already in the cache."""
     from ..compiling import nvrtc
 
     if (driver := nvrtc.driver_of(package)) and driver.__name__ not in _watched:
         _watched.add(driver.__name__)
-        # Lines are no part of the code, and a mutant may change their columns.
+        # Line information is not code, and a mutant may change its columns.
         driver.OPTIONS = tuple(option for option in driver.OPTIONS if option != "-lineinfo")  # type: ignore[attr-defined]
         compiled = driver._compiled
 
@@ -78,8 +78,8 @@ def _wrap(
     failed: Callable[[Exception], None],
     made: Callable[..., None] | None = None,
 ) -> None:
-    """Replaces a compiler's function by one that stops the clock, and calls `failed` with what it raises, `made` with
-    its result and its arguments."""
+    """Replaces a compiler's function by one that stops the clock, and calls `failed` with an exception, or `made` with
+    the result and the arguments."""
     called = f"{module.__name__}.{name}"
     if called in _watched:
         return

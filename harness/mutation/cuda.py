@@ -1,4 +1,4 @@
-"""CUDA in the processes of a worker: it must not be started before they are forked, and each starts it for itself."""
+"""CUDA in the processes of a worker: it must not be started before they are forked; each starts it for itself."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
 def is_started() -> bool:
-    """Whether something has started CUDA in this process: PyTorch, or by cuInit another, of which PyTorch knows
-    nothing."""
+    """Whether something has started CUDA in this process: PyTorch, or other code through cuInit, which PyTorch does not
+    notice."""
     import torch
 
     return torch.cuda.is_initialized() or _driver_is_started()
 
 
 def is_started_by(module: str) -> bool:
-    """Whether an import starts CUDA. Found out in a process of its own."""
+    """Whether an import starts CUDA. It is tried in a separate process."""
     child = os.fork()
     if child == 0:
         started = True
@@ -50,17 +50,17 @@ def _driver_is_started() -> bool:
 
 
 def start_ahead(report: TextIO) -> bool:
-    """Starts CUDA. Whether that worked."""
+    """Starts CUDA. Returns whether that worked."""
     return _attempt(_start, report)
 
 
 def start_for(task: Mapping[str, Any], report: TextIO) -> bool:
-    """Starts CUDA where that was not done ahead, and binds the process to what its task has. Whether that worked."""
+    """Starts CUDA if that was not done ahead, and applies the task's limits. Returns whether that worked."""
     return _attempt(lambda: _use(task), report)
 
 
 def _attempt(start: Callable[[], None], report: TextIO) -> bool:
-    """Whether this ends in START_SECONDS, and does not raise. What it raises is said."""
+    """Whether `start` ends within START_SECONDS and does not raise. An exception is reported."""
     clock = Clock()
     clock.limit(START_SECONDS)
     say(report, at=START, limit=START_SECONDS)
@@ -75,8 +75,8 @@ def _attempt(start: Callable[[], None], report: TextIO) -> bool:
 
 
 def _use(task: Mapping[str, Any]) -> None:
-    """With a bound on what the process may allocate. What a mutant compiles goes to a cache of its own; of a mutant of
-    CUDA C++ to that of all, since nearly all of it is Triton's code, which is the original's."""
+    """Limits what the process may allocate, and sets its Triton cache. A mutant has a cache of its own. Mutants of CUDA
+    C++ use the common one, since nearly all of it is Triton's code, which equals the original's."""
     import torch
 
     from . import overlay
@@ -88,14 +88,14 @@ def _use(task: Mapping[str, Any]) -> None:
 
 
 def _start() -> None:
-    """Starts CUDA and Triton's driver, or finds that they work. RuntimeError where kernels would be interpreted."""
+    """Starts CUDA and Triton's driver, or checks that they work. RuntimeError if kernels would be interpreted."""
     import torch
     import triton
     from triton import knobs
 
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: nothing would be compiled")
-    # PyTorch makes a context when it first needs one. These sums are exact, and need neither cuBLAS nor its memory.
+    # PyTorch creates a context at first use. These sums are exact, and need neither cuBLAS nor its memory.
     numbers = torch.arange(4096, device="cuda")
     if int((numbers * numbers).sum()) != 4095 * 4096 * 8191 // 6:
         raise RuntimeError("the GPU computes wrong sums")

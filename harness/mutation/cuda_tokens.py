@@ -9,12 +9,12 @@ constant         an integer one more or one less, a float doubled, 0 and 1
 sign             a unary minus dropped
 call             another function of the same family: min and max, any and all
 statement        a call or an assignment dropped
-synchronisation  a fence, a wait, an arrival, a commit, a barrier dropped, also where it is inline PTX; a wait that
-                 leaves one group more or less pending
+synchronisation  a fence, a wait, an arrival, a commit, a barrier dropped, also in inline PTX; a wait that leaves one
+                 group more or less pending
 
 Comments, strings, other inline PTX, preprocessor lines, template parameter lists, `static_assert` and hints
 (`prefetch`, `no_hoist`) are left alone, and so are `&`, `*` and `<` where they may be a reference, a pointer or a
-template's bracket. Nothing here parses C++: some changes do not compile, and those are not counted.
+template's bracket. There is no C++ parser: some changes do not compile, and those are not counted.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Change = tuple[str, str, int, int, str]
 Found = tuple[int, int, str, str]
 
 _ASM = r'\basm\b(?:\s*volatile)?\s*\((?:"(?:\\.|[^"\\])*"|[^()"]|\((?:[^()"]|"(?:\\.|[^"\\])*"|\([^()]*\))*\))*\)'
-# What is blanked before anything is sought; a string may hold PTX.
+# Text that is blanked before the search.
 _SKIPPED = re.compile(
     r"//[^\n]*|/\*.*?\*/|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*|" + _ASM + r"|"
     r'"(?:\\.|[^"\\])*"|\bstatic_assert\s*\([^;]*;|\btemplate\s*<[^>]*>',
     re.DOTALL | re.MULTILINE,
 )
-# The same without inline PTX.
+# The same, but inline PTX is kept, and therefore all strings.
 _SKIPPED_BUT_PTX = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _TEMPLATE = re.compile(r"(?m)^template\s*<[^>]*>")
 _DIRECTIVE = re.compile(r"(?m)^[ \t]*#[ \t]*(?P<directive>ifdef|ifndef|if|elif|else|endif)\b")
@@ -70,7 +70,7 @@ _OPERATOR = re.compile(r"(?<= )(\+=|-=|\*=|<=|>=|==|!=|&&|\|\||<<|>>|[-+*/%<>|&^
 _NUMBER = re.compile(r"(?<![\w.])(\d+\.\d*(?:[eE][-+]?\d+)?f?|0x[0-9a-fA-F]+u?|\d+u?(?:ll)?)(?![\w.])")
 _SIGN = re.compile(r"(?:[(\[?:=,]|\breturn)\s*(-)(?=[\w(])")
 _NAME = re.compile(r"\b(" + "|".join(sorted(_FAMILIES)) + r")(?=\()")
-# Where a statement begins: on a line of its own, or after what decides whether it is executed.
+# Beginning of a statement: at the start of a line, or after a condition.
 _BEGIN = r"(?:(?<=\n)|(?<=\) )|(?<=\belse )|(?<=\{ ))[ \t]*"
 _CALL = re.compile(
     _BEGIN + r"(?P<all>(?!(?:return|else|case|if|for|while|prefetch|no_hoist)\b)[\w:]+(?:<[^;{}()]*>)?\([^;{}]*\);)"
@@ -86,7 +86,7 @@ _PENDING = re.compile(r"\b\w*wait\w*<(\d+)>\(")
 
 
 def changes(source: str) -> Iterator[Change]:
-    """(function, what changes, start, end, text) of every fault of a source file."""
+    """Yields (function, what changes, start, end, text) of every fault of a source file."""
     blank = _blanked(source)
     spans = list(_spans(source, blank))
     begins = [start for start, _, _ in spans]
@@ -102,7 +102,7 @@ def changes(source: str) -> Iterator[Change]:
 
 
 def functions(source: str) -> dict[str, str]:
-    """The text of each function and struct; of several that share a name, all of them."""
+    """The text of each function and struct; if several share a name, the texts of all of them."""
     found: dict[str, str] = {}
     for start, end, name in _spans(source, _blanked(source)):
         found[name] = found.get(name, "") + source[start:end]
@@ -118,16 +118,16 @@ def _as_spaces(found: re.Match[str]) -> str:
 
 
 def _spans(source: str, blank: str) -> Iterator[tuple[int, int, str]]:
-    """(start, end, name) of each function and struct that stands in no other."""
+    """Yields (start, end, name) of each function and struct that is not inside another one."""
     text = list(blank)
-    for found in _TEMPLATE.finditer(source):  # it belongs to what follows
+    for found in _TEMPLATE.finditer(source):  # belongs to the declaration that follows
         text[found.start() : found.end()] = "_" * (found.end() - found.start())
     marked = "".join(text)
     tokens = sorted((*re.finditer(r"[{};]", marked), *_DIRECTIVE.finditer(source)), key=lambda found: found.start())
     depth, before, begin, head, name = 0, [0], 0, 0, ""
     for token in tokens:
         if directive := token.groupdict().get("directive"):
-            # Each branch of a conditional begins as deep as the first, and one may hold a brace of its own.
+            # Each branch of a preprocessor conditional starts at the brace depth of the first, as it may open its own.
             if directive.startswith("if"):
                 before.append(depth)
             elif directive == "endif":
@@ -148,7 +148,7 @@ def _spans(source: str, blank: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _declared(head: str) -> str:
-    """The name of the function or struct of which this is all in front of its brace; "" for anything else."""
+    """The name of the function or struct whose text before the brace is `head`; "" for anything else."""
     head = head.rstrip()
     if found := re.search(r"\b(?:struct|union|class|namespace)\b[^()=]*?(\w+)\s*$", head):
         return found[1]
@@ -187,12 +187,12 @@ def _found(source: str, blank: str) -> Iterator[Found]:
 
 
 def _nothing(statement: str) -> str:
-    """An empty statement of as many lines, so that the code that follows keeps its line numbers."""
+    """An empty statement with as many lines, so that the following code keeps its line numbers."""
     return ";" + "\n" * statement.count("\n")
 
 
 def _ternaries(blank: str) -> Iterator[Found]:
-    """The condition of each `a ? b : c`."""
+    """Yields the condition of each `a ? b : c`."""
     for mark in re.finditer(r"(?<=\s)\?(?=\s)", blank):
         depth, at = 0, mark.start()
         while at > 0:
@@ -210,7 +210,7 @@ def _ternaries(blank: str) -> Iterator[Found]:
 
 
 def _ends_a_condition(blank: str, at: int) -> bool:
-    """Whether what stands here is no part of the condition that follows it."""
+    """Whether the character here precedes a condition without being part of it."""
     if blank[at] in ",;{}?":
         return True
     if blank[at] == ":":
@@ -219,7 +219,7 @@ def _ends_a_condition(blank: str, at: int) -> bool:
 
 
 def _of_a_type(blank: str, at: int) -> bool:
-    """Whether an operator stands in a declaration, where `*` and `&` belong to a type: `float * x = …`."""
+    """Whether an operator is in a declaration, where `*` and `&` belong to a type: `float * x = …`."""
     line = blank[blank.rfind("\n", 0, at) + 1 : at]
     return blank[at] in "*&" and bool(re.search(r"(?:^\s*|\bconst\s+)\w+\s*$", line))
 

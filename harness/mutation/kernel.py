@@ -1,13 +1,13 @@
-"""A kernel in a run: its mutants that are left, what is known of its checks, and the verdict on each mutant.
+"""A kernel in a run: its remaining mutants, the knowledge about its checks, and the verdict on each mutant.
 
-A check rejects a mutant only if the original passes it. A run of all checks finds that out when a check first rejects
-one: one that the original fails or skips is left out from then on. Where it was made of the original in the same
-process (`leftovers`), the answer says so; else the original has a task for it. A quick run finds it out of all checks
-before the first mutant; then how long each takes is known from the first mutant on, and on a GPU what the originals
-launch is compiled.
+A check rejects a mutant only if the original passes it. A full run tests the original when a check first rejects a
+mutant; a check that the original fails or skips is left out from then on. If the check was repeated on the original in
+the same process (`leftovers`), the answer contains the result; otherwise the original gets a task for it. A quick run
+makes all checks of the original before the first mutant; so their durations are known from the first mutant on, and on
+a GPU the kernels that the originals launch are compiled.
 
-A mutant that takes too long in a check counts as rejected only if the original, which is then run once more in a
-process of its own, takes less than half as long.
+A mutant that exceeds the time limit of a check counts as rejected only if the original, which then runs once more in a
+new process, takes less than half as long.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from .selection import cheapest, pieces
 from .team import Worker
 from .verdict import Answer
 
-IN_FILE = 3  # what a check rejected of the same file weighs more than what it rejected elsewhere
+IN_FILE = 3  # weight of a check's rejections in the same file, relative to those in others
 
 
 class Broken(RuntimeError):
-    """Of this kernel nothing can be said."""
+    """This kernel cannot be evaluated."""
 
 
 class Kernel:
-    """The mutants of a kernel that are left, in their order, and what is known of its checks.
+    """The remaining mutants of a kernel, in their order, and the knowledge about its checks.
 
-    pieces            the checks of its original that no worker makes yet; None before it is known which there are
-    making, made      how many tasks of the original are being done, and were begun
+    pieces            the checks of its original that no worker has started; None before they are listed
+    making, made      the number of tasks of the original that are running, and that were started
     only              the checks that are made; None for all
     """
 
@@ -51,7 +51,7 @@ class Kernel:
         self.pieces: list[list[str]] | None = None
         self.making, self.made, self.ready = 0, 0, True
         self.only: list[str] | None = None
-        self._survivor, self._lasted = 0.0, list[float]()  # seconds that one should take, and that mutants have taken
+        self._survivor, self._lasted = 0.0, list[float]()  # expected seconds of a survivor, durations of mutants
         self._kinds: dict[str, tuple[str, ...]] = {}  # implementation, case, mode, check
         self._took: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class Kernel:
         self._codes: dict[str, tuple[str, str]] = {}  # variant → its source and its code
 
     def prepare(self, worker: Worker, given: Mapping[str, Any]) -> Answer:
-        """Finds out which checks there are. Broken where the original cannot be imported."""
+        """Lists the checks. Raises Broken if the original cannot be imported."""
         answer = worker.ask({**given, "kernel": self.name, "list": True})
         if answer["status"] == results.ERROR:
             return answer
@@ -78,7 +78,7 @@ class Kernel:
         return answer
 
     def check_original(self, names: Sequence[str], worker: Worker, given: Mapping[str, Any]) -> Answer:
-        """Makes these checks of the original, as many as there is time for."""
+        """Makes these checks on the original, as many as time permits."""
         answer = worker.ask({**given, "kernel": self.name, "only": names})
         if answer["status"] == results.ERROR:
             return answer
@@ -88,8 +88,8 @@ class Kernel:
         return answer
 
     def choose(self, seconds: float | None) -> None:
-        """Ends the part of the originals: the mutants have the checks that passed, or so many of them that the
-        original takes `seconds`, the cheapest of each kind first. Broken where none passed."""
+        """Ends the phase of the originals. Mutants get the checks that passed, or a subset that takes the original
+        `seconds`, the cheapest of each kind first. Raises Broken if none passed."""
         with self._lock:
             known = {name: self._took.get(name, 0.0) for name in self._kinds if name in self._sound}
             self.only = cheapest(known, self._kinds, seconds)
@@ -100,26 +100,26 @@ class Kernel:
                 raise Broken(f"{self.name}: no check of the original passed in time. {said}".strip())
 
     def lasts(self) -> float:
-        """The seconds that a mutant may take: the originals' for its checks, or more than nine of ten have taken."""
+        """Expected seconds of a mutant: the original's for its checks, or the 90th percentile of mutants so far."""
         with self._lock:
             lasted = sorted(self._lasted)
         return max(self._survivor, lasted[len(lasted) * 9 // 10] if lasted else 0.0)
 
     def ended(self, seconds: float) -> None:
-        """A mutant has taken so long."""
+        """Records the duration of a mutant."""
         with self._lock:
             self._lasted.append(seconds)
 
     def judge(self, mutant: Mutant, worker: Worker, given: Mapping[str, Any]) -> Answer:
-        """The answer of a worker to a mutant, after all of its checks that the original passes too. Broken where the
-        original cannot be imported. `given` is what all tasks have."""
+        """The answer of a worker to a mutant, after all of its checks that the original also passes. Raises Broken if
+        the original cannot be imported. `given` are the fields common to all tasks."""
         start, spent = time.monotonic(), defaultdict[str, float](float)
         answer = self._judged(mutant, worker, given, spent)
         spent["original"] += max(0.0, time.monotonic() - start - sum(spent.values()))
         return {**answer, "spent": {part: round(seconds, 2) for part, seconds in spent.items()}}
 
     def _judged(self, mutant: Mutant, worker: Worker, given: Mapping[str, Any], spent: dict[str, float]) -> Answer:
-        """`judge`, which adds to `spent` where the time of the mutant's tasks went."""
+        """`judge`, which adds the time of the mutant's tasks by part to `spent`."""
         passed: set[str] = set()
         codes: set[tuple[str, str, str]] = set()
         while True:
@@ -153,7 +153,7 @@ class Kernel:
             passed |= set(answer["passed"])
 
     def _if_same(self, mutant: Mutant, answer: Answer, codes: Collection[tuple[str, str, str]]) -> Answer:
-        """The answer, but for a survivor that was compiled in every variant to the machine code of the original."""
+        """The answer, changed for a survivor whose machine code equals the original's in every compiled variant."""
         with self._lock:
             changed = launched_code.changed_to_the_same(codes, self._codes)
         if not (changed and launched_code.is_all_of(mutant, self._source(mutant.file))):
@@ -161,7 +161,7 @@ class Kernel:
         return {**answer, "status": results.SAME, "reason": f"the same machine code in all {changed} variants launched"}
 
     def _verify(self, names: Sequence[str], worker: Worker, given: Mapping[str, Any]) -> str:
-        """Finds out whether the original passes these checks; why not, or ""."""
+        """Tests whether the original passes these checks; returns why not, or ""."""
         if names:
             answer = worker.ask({**_alive(given), "kernel": self.name, "only": names})
             if answer["status"] in (results.ERROR, results.UNFINISHED):
@@ -170,8 +170,8 @@ class Kernel:
         return ""
 
     def _doubt(self, name: str, limit: float, worker: Worker, given: Mapping[str, Any]) -> str:
-        """Why a mutant that took longer than `limit` in a check may not hang; "" where the original, now and in a
-        process of its own as well, takes less than half as long."""
+        """Why a mutant that took longer than `limit` in a check need not hang; "" if the original, also now and in a
+        new process, takes less than half as long."""
         answer = worker.ask({**_alive(given), "kernel": self.name, "only": [name]})
         self._learn(answer["passed"])
         if name not in answer["passed"]:
@@ -180,7 +180,7 @@ class Kernel:
         return f"the original took {took:.0f} s too" if 2 * took > limit else ""
 
     def _note(self, answer: Answer, names: Sequence[str]) -> None:
-        """What the original passes of these checks."""
+        """Notes which of these checks the original passes."""
         self._learn(answer["passed"])
         with self._lock:
             self._took |= answer.get("took", {})
@@ -222,6 +222,6 @@ class Kernel:
 
 
 def _alive(given: Mapping[str, Any]) -> dict[str, Any]:
-    """With the seconds until the deadline."""
+    """The same with the seconds until the deadline."""
     left = {"life": max(0.0, given["deadline"] - time.monotonic())} if "deadline" in given else {}
     return {**{key: value for key, value in given.items() if key != "deadline"}, **left}

@@ -1,6 +1,4 @@
-"""What runs of pytest inside the process of a mutant: the kernel's own tests, and its share of those that every kernel
-has.
-"""
+"""The pytest part in the process of a mutant: the kernel's own tests, and its share of those that every kernel has."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ NOT_SLOW = ("-m", "not slow")
 
 
 def make(task: Mapping[str, Any], clock: Clock, report: TextIO) -> None:
-    """Runs them, of a mutant to the first that fails; what is found is said to `report`."""
+    """Runs the tests, for a mutant up to the first failure; writes messages to `report`."""
     import pytest
 
     stream = report
 
     class Watch:
-        """Says which test runs, gives each its time, and chooses and orders them as the task has it."""
+        """Reports which test runs, sets its time limit, and selects and orders the tests of the task."""
 
         def pytest_collection_modifyitems(self, items: list[Any]) -> None:
             say(stream, passed=COLLECTION, seconds=0.0)
@@ -47,7 +45,7 @@ def make(task: Mapping[str, Any], clock: Clock, report: TextIO) -> None:
     begin(COLLECTION, task, clock, report)
     folder = registry.folder(task["kernel"]).relative_to(registry.ROOT).as_posix()
     stop = ["-x"] if task.get("file") else ["--continue-on-collection-errors"]
-    if not is_wanted({**task, "only": ()}, COLLECTION):  # the original has one that fails
+    if not is_wanted({**task, "only": ()}, COLLECTION):  # a test of the original cannot be collected
         stop.append("--continue-on-collection-errors")
     files = [path for path in (folder, *EVERY_KERNEL) if (registry.ROOT / path).exists()]
     plugins = ("-p", "no:cacheprovider", "-p", "no:xdist")

@@ -1,8 +1,8 @@
-"""The machine code that checks launch on a GPU, compared by digests: a survivor whose code is the original's in each
-variant launched is no fault that these checks could find.
+"""The machine code that checks launch on a GPU, compared by digests: if a survivor's code equals the original's in each
+launched variant, these checks cannot detect the fault.
 
-What is compiled has three digests: of the variant (the types, the constants and the options with which it is compiled),
-of its source, and of its machine code.
+A compiled kernel has three digests: of the variant (the types, constants and options with which it is compiled), of its
+source, and of its machine code.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .mutants import Mutant, is_cuda
 
 
 def of_triton(kernel: Any, source: Any, target: Any = None, options: Any = None, **_: Any) -> tuple[str, str, str]:
-    """Of what Triton has compiled: the variant, its source, its code."""
+    """The digests of a kernel compiled by Triton: variant, source, code."""
     variant = (source.name, source.signature, _named(source.constants), source.attrs, target, options)
     plain = re.sub(r" at 0x[0-9a-f]+", "", repr(variant))
     return _digest(plain), _digest(source.hash()), _digest(kernel.asm["cubin"])
 
 
 def _named(constants: Mapping[Any, Any]) -> list[tuple[str, str]]:
-    """Functions among them by their name: their source is no part of the variant."""
+    """The constants, with functions replaced by their names: their source is no part of the variant."""
     return sorted((repr(key), getattr(value, "__name__", None) or repr(value)) for key, value in constants.items())
 
 
 def of_nvrtc(folder: Path, source: str, defines: tuple[str, ...], code: bytes) -> tuple[str, str, str]:
-    """Of what NVRTC has compiled: the variant, its source with all headers of the folder, its code."""
+    """The digests of a kernel compiled by NVRTC: variant, source with all headers of the folder, code."""
     texts = [path.read_text(encoding="utf-8") for path in (folder / source, *sorted(folder.glob("*.cuh")))]
     return _digest(repr((source, defines))), _digest(repr(texts)), _digest(code)
 
@@ -41,16 +41,16 @@ def _digest(text: str | bytes) -> str:
 
 
 def changed_to_the_same(codes: Collection[tuple[str, str, str]], originals: Mapping[str, tuple[str, str]]) -> int:
-    """How many variants have another source than in the original (variant → its source and its code); 0 where one has
-    other machine code too, or was not compiled in the original."""
+    """The number of variants whose source differs from the original's (variant → its source and its code). 0 if the
+    machine code of one differs too, or if one was not compiled for the original."""
     known = [(originals.get(variant, ("", "")), source, code) for variant, source, code in codes]
     same = all(code and code == original for (_, original), _, code in known)
     return same * sum(source != original for (original, _), source, _ in known)
 
 
 def is_all_of(mutant: Mutant, source: str) -> bool:
-    """Whether all that a mutant changes is compiled for the GPU: CUDA C++, or a function of Triton. Then lines must
-    stay where they are, as Triton's functions below would be others else."""
+    """Whether everything that a mutant changes is compiled for the GPU: CUDA C++, or a Triton function. In the latter
+    the number of lines must not change, since that would change the Triton functions below it."""
     if is_cuda(mutant.file):
         return True
     name = mutant.function.partition(".")[0]

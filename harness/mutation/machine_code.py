@@ -1,6 +1,6 @@
-"""What can be said of a mutant of CUDA C++ without a GPU: that it does not compile; that NVRTC makes the same machine
-code of it in every variant (set of defines) in which the cases of SPEC compile its file, so that no case can show a
-fault; or which cases launch a variant that it does change (`near`).
+"""Facts about a mutant of CUDA C++ that need no GPU: that it does not compile; that NVRTC compiles it to the same
+machine code in every variant (set of defines) in which the cases of SPEC compile its file, so that no case can detect
+it; or which cases launch a variant that it does change (`near`).
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from .near import Launcher
 CAPABILITY = (9, 0)
 ARCHITECTURE = "sm_90a"
 
-DIFFERENT = 2  # variants with other machine code that `judge` looks for
-MORE = 3  # variants, at most, that it compiles after the first of these
-PAIRS = 3  # launchers that it names
+DIFFERENT = 2  # number of variants with different machine code after which `judge` stops
+MORE = 3  # maximum number of variants that it compiles after the first of these
+PAIRS = 3  # number of launchers that it names
 
-#: Source file, by its path in the kernel's folder → defines → who launches it so, of the cases that are checked.
+#: Source file, by its path in the kernel's folder → defines → its launchers among the checked cases.
 Variants = Mapping[str, Mapping[tuple[str, ...], Sequence[Launcher]]]
 
 
 @dataclass(frozen=True)
 class Judged:
-    """`answer` about a mutant that does not compile, or of which every variant is the same machine code; else None, and
-    `near` is who launches what is not the same."""
+    """The `answer` about a mutant that does not compile, or whose machine code is the same in every variant; else None,
+    and `near` lists launchers of changed machine code."""
 
     answer: Mapping[str, Any] | None
     near: Sequence[Launcher] = ()
 
 
 def variants(spec: KernelSpec) -> Variants:
-    """What SPEC's cases launch. RuntimeError without NVRTC, without which launchers take other paths."""
+    """The variants that SPEC's cases launch. RuntimeError without NVRTC, because launchers then take other paths."""
     if nvrtc.library() is None:
         raise RuntimeError(nvrtc.MISSING)
     found: dict[str, dict[tuple[str, ...], list[Launcher]]] = {}
@@ -75,17 +75,17 @@ def _size(case: Case) -> int:
 
 
 def _launch(spec: KernelSpec, name: str, case: Case, mode: str) -> None:
-    """Runs an implementation on fake tensors; nothing is compiled, and Triton's kernels are passed over."""
+    """Runs an implementation on fake tensors; nothing is compiled, and Triton kernels are skipped."""
     passed_over = mock.patch.object(JITFunction, "run", lambda *_, **__: mock.MagicMock())
     elsewhere = nvrtc.recording(nvrtc.package_of(spec), CAPABILITY, lambda launch: None)
-    # A case that does not run as declared is the build's to report.
+    # A case that does not run as declared is reported by the build.
     with launches.record(CAPABILITY), elsewhere, passed_over, suppress(Exception):
         execute.bind(spec, spec.implementations[name], spec.make_inputs(case, "cuda", None), mode)()
 
 
 def judge(mutant: Mutant, known: Variants) -> Judged:
-    """Compiles variant after variant until DIFFERENT of them differ from the original. Variants that no checked case
-    launches, but a benched one, come last; otherwise the order is drawn from the mutant's key."""
+    """Compiles variants until DIFFERENT of them differ from the original. Variants launched by bench cases but not by
+    checked cases come last; otherwise the order is drawn from the mutant's key."""
     folder = registry.folder(mutant.kernel)
     source = folder / mutant.file
     concerned = [mutant.file] if source.suffix == ".cu" else [f for f in known if (folder / f).parent == source.parent]
@@ -115,8 +115,8 @@ def judge(mutant: Mutant, known: Variants) -> Judged:
 
 
 def _few(launchers: Sequence[Sequence[Launcher]]) -> tuple[Launcher, ...]:
-    """PAIRS of them in all, taken from the variants in turn: of each first the largest case, in which there is most to
-    go wrong, then from the smallest on."""
+    """PAIRS launchers in total, taken from the variants in turn: of each first the largest case, which is the most
+    likely to fail, then from the smallest on."""
     ordered = [[*own[-1:], *own[:-1]] for own in launchers]
     turns = dict.fromkeys(launcher for turn in itertools.zip_longest(*ordered) for launcher in turn if launcher)
     return tuple(turns)[:PAIRS]

@@ -1,11 +1,12 @@
-"""What a worker of a run does next: a mutant of one of the kernels, in turn, or in a quick run first a piece of the
-checks of an original.
+"""The next job of a worker: a mutant of one of the kernels, in turn, or in a quick run first a part of the checks of an
+original.
 
-A quick run first makes the checks of all originals, in pieces that all workers share, for at most ORIGINALS of the time
-that is left when the first worker is ready (LEAST at least where the run is longer than LONG); a kernel's mutants begin
-when its pieces are done.
+A quick run first makes the checks of all originals, in parts that all workers share. This takes at most the fraction
+ORIGINALS of the time that is left when the first worker is ready (but at least LEAST if the run is longer than LONG). A
+kernel's mutants begin when its parts are complete.
 
-A mutant whose process cannot begin is tried once more. A worker that is lost, or begins nothing any more, gets no more.
+A mutant whose process cannot begin is tried once more. A worker that is lost, or that cannot begin tasks any more, gets
+no more.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from .mutants import Mutant
 from .team import Late, Lost, Worker
 from .verdict import Answer
 
-ORIGINALS = 0.3  # of the time of a quick run that the originals may take
-LONG, LEAST = 300.0, 120.0  # seconds of a run beyond which they may take so many
-ERRORS = 3  # tasks one after the other that a worker cannot begin, after which it gets none
-MARGIN = 1.25  # how much longer the next mutant may take
+ORIGINALS = 0.3  # fraction of the time of a quick run that the originals may take
+LONG, LEAST = 300.0, 120.0  # seconds: in runs longer than LONG they may take LEAST
+ERRORS = 3  # consecutive tasks that a worker cannot begin, after which it gets no more
+MARGIN = 1.25  # safety factor on the expected duration of the next mutant
 
 Done = Callable[[Mutant, Answer], None]
 Job = Callable[[Worker], None]
 
 
 def time_of_originals(left: float, whole: float) -> float:
-    """The seconds that originals may take of those that are left of a run."""
+    """The seconds that originals may take, when `left` of the `whole` seconds of a run remain."""
     return min(left, max(ORIGINALS * left, LEAST if whole > LONG else 0.0))
 
 
 class Queue:
-    """The mutants of all kernels, of which each kernel has the same share, and before them the checks of originals."""
+    """The mutants of all kernels, served in equal shares, and before them the checks of originals."""
 
     def __init__(
         self,
@@ -54,17 +55,17 @@ class Queue:
         self._start, self._ready, self._team = time.monotonic(), 0, 0
         self._seconds: float | None = None
         self._errors: list[Exception] = []
-        self._unable = Counter[str]()  # by worker: the tasks that it could not begin since it last could
+        self._unable = Counter[str]()  # by worker: consecutive tasks that it could not begin
         self._again: set[str] = set()  # mutants that are tried once more
 
     def originals_first(self, seconds: float | None) -> None:
-        """First the checks of originals are made, of which mutants then have those that take `seconds`."""
+        """Makes the checks of originals first; mutants then get those that take `seconds`."""
         self._originals, self._seconds = True, seconds
         for kernel in self._kernels:
             kernel.ready = False
 
     def served_by(self, team: Sequence[Worker]) -> None:
-        """Returns when all workers have finished, or cannot go on. Raises where none can and mutants are left."""
+        """Returns when all workers have finished, or cannot continue. Raises if none can and mutants are left."""
         self._team = len(team)
         threads = [threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in team]
         for thread in threads:
@@ -83,7 +84,7 @@ class Queue:
             except Late:
                 if time.monotonic() < self._deadline:
                     raise
-                return  # the time is up, and nothing is wrong
+                return  # time is up, which is no failure of the worker
             self._begun()
             while (job := self._next()) is not None:
                 job(worker)
@@ -93,7 +94,7 @@ class Queue:
                 self._changed.notify_all()
 
     def _begun(self) -> None:
-        """A worker is ready. The time of the originals begins with the first."""
+        """Notes that a worker is ready. The time of the originals begins with the first."""
         with self._changed:
             self._ready += 1
             now = time.monotonic()
@@ -103,7 +104,7 @@ class Queue:
                 self._say(f"{self._ready} of {self._team} workers ready after {now - self._start:.0f} s")
 
     def _next(self) -> Job | None:
-        """What is to do next; waits where another worker must first finish. None where nothing is left."""
+        """The next job; waits if another worker must first finish. None if nothing is left."""
         with self._changed:
             while True:
                 if time.monotonic() >= self._deadline:
@@ -115,7 +116,7 @@ class Queue:
                 self._changed.wait(1.0)
 
     def _original(self) -> Job | None:
-        """A part of the original of which the fewest were begun."""
+        """A part of the checks of the original with the fewest parts begun."""
         if time.monotonic() >= self._originals_end:
             for kernel in self._kernels:
                 if not kernel.ready and not kernel.making:
@@ -148,7 +149,7 @@ class Queue:
                 self._changed.notify_all()
 
     def _count(self, worker: Worker, answer: Answer) -> None:
-        """Lost where this worker begins nothing any more, as with a GPU that is out of order."""
+        """Counts consecutive failures to begin a task; raises Lost after ERRORS, e.g. with a defective GPU."""
         with self._changed:
             self._unable[worker.name] = self._unable[worker.name] + 1 if answer["status"] == results.ERROR else 0
             if self._unable[worker.name] >= ERRORS:
@@ -165,7 +166,7 @@ class Queue:
         kernel.ready = True
 
     def _mutant(self) -> Job | None:
-        """The next mutant of the kernel of which the fewest were begun, of those that can be done in time."""
+        """The next mutant that can finish in time, of the kernel with the fewest mutants begun."""
         left = self._deadline - time.monotonic()
         able = [k for k in self._kernels if k.ready and k.left and not k.broken and MARGIN * k.lasts() < left]
         if not able:

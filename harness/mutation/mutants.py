@@ -1,8 +1,8 @@
 """The mutants of a kernel's own source, each with a description that stays the same while its line does.
 
-The kernel's own source is what the folder ships, less the copies of parts/, the configurations (configs.py or configs/:
-numbers that choose speed), the reference, the example, and the modules of `__init__`. Python is mutated through its
-syntax tree, CUDA C++ by its tokens.
+The kernel's own source is what the folder ships, without the copies of parts/, the configurations (configs.py or
+configs/: values that only affect speed), the reference, the example, and the modules of `__init__`. Python is mutated
+through its syntax tree, CUDA C++ by its tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CUDA_SOURCES = (".cu", ".cuh")
 
 
 def is_cuda(file: str | None) -> bool:
-    """Whether a file of a kernel's folder is CUDA C++; not where none is given, as of an original."""
+    """Whether a file of a kernel's folder is CUDA C++; False if there is no file, as for an original."""
     return file is not None and file.endswith(CUDA_SOURCES)
 
 
@@ -40,11 +40,11 @@ def is_cuda(file: str | None) -> bool:
 class Mutant:
     """One fault: the text from `start` to `end` of a file becomes `text`.
 
-    file, function, line, operator, ordinal   what identifies it: the folder's file, the qualified name of the function,
-                                              the text of the line, what changes, and which of several that are alike
-    number    of the line, at present
-    digest    of the function's source: when that changes, a result holds no longer
-    device    "cuda" where only a GPU can show it: CUDA C++, what launches it, and offsets of 64 bits
+    file, function, line, operator, ordinal   its identity: the file in the folder, the qualified name of the function,
+                                              the text of the line, what changes, and an index among equal ones
+    number    the present number of the line
+    digest    of the function's source: when that changes, results become invalid
+    device    "cuda" if only a GPU can detect it: in CUDA C++, its launchers, and 64-bit offsets
     """
 
     kernel: str
@@ -133,7 +133,7 @@ def _written(edit: operators.Edit) -> str:
 
 
 def _functions(tree: ast.Module, source: str) -> dict[str, str]:
-    """Digest of each function of the module and of each class, by name; what stands in none has that of its line."""
+    """Digest of each function of the module and of each class, by name. Code outside of them has that of its line."""
     named = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     return {node.name: _digest(plain.python(ast.get_source_segment(source, node) or "")) for node in named}
 
@@ -145,7 +145,7 @@ def _numbered(
     changes: Iterator[tuple[str, str, int, int, str, str]],
     digests: dict[str, str],
 ) -> list[Mutant]:
-    """Mutants of changes (function, operator, start, end, text, device), those with the same text once."""
+    """Mutants of changes (function, operator, start, end, text, device); changes to the same text count once."""
     starts, lines = _line_starts(source), source.splitlines()
     seen, counts, found = set(), Counter[tuple[str, str, str]](), []
     for function, operator, start, end, text, device in changes:
@@ -175,8 +175,8 @@ def _digest(text: str) -> str:
 
 
 def order(mutants: list[Mutant], seed: int) -> list[Mutant]:
-    """In an order drawn from the seed; the place of a mutant depends on its identity alone, so any first part is a
-    random sample, and stays the same one when other lines change."""
+    """The mutants in an order drawn from the seed. The position of a mutant depends only on its identity, so any prefix
+    is a random sample, which does not change when other lines do."""
     return sorted(mutants, key=lambda m: hashlib.sha256(f"{seed} {m.key}".encode()).digest())
 
 

@@ -1,10 +1,10 @@
-"""Which cases are *near* a mutant of CUDA C++: those that launch a variant of the source in which the mutant's machine
-code is another. Only their checks can reject it, and a run on a GPU that makes no others saves the seconds that NVRTC
-takes for each variant a check launches.
+"""Which cases are *near* a mutant of CUDA C++: those that launch a variant of the source whose machine code the mutant
+changes. Only their checks can reject it. A run on a GPU that makes only these saves the seconds that NVRTC takes for
+each variant that a check launches.
 
-`mutate --machine-code` finds up to three for each mutant, without a GPU, and `mutate --near` reads them. They are kept
-in a JSON object for each kernel: key of the mutant → [[implementation, case], ...]. The key changes with the mutant's
-line, not with the cases; where none of the cases is there any more, all checks are made.
+`mutate --machine-code` finds up to three for each mutant, without a GPU, and `mutate --near` reads them. They are
+stored as a JSON object for each kernel: key of the mutant → [[implementation, case], ...]. The key changes with the
+mutant's line, not with the cases; if none of the cases exists any more, all checks are made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from .mutants import Mutant
 
 Launcher = tuple[str, str]  # implementation, case
-Near = Mapping[str, list[list[str]]]  # key of a mutant → launchers, as JSON has them
+Near = Mapping[str, list[list[str]]]  # key of a mutant → launchers, in JSON form
 
 
 def path(kernel: str, folder: Path) -> Path:
@@ -24,13 +24,13 @@ def path(kernel: str, folder: Path) -> Path:
 
 
 def load(kernel: str, folder: Path) -> Near:
-    """The cases of each mutant; empty where there is no file."""
+    """The cases of each mutant; empty if there is no file."""
     file = path(kernel, folder)
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def store(kernel: str, found: Near, every: Iterable[Mutant], folder: Path) -> None:
-    """Replaces the file, without mutants that are not among `every` any more."""
+    """Replaces the file, without mutants that are no longer among `every`."""
     there = {mutant.key for mutant in every}
     lines = [f"{json.dumps(key)}: {json.dumps(found[key])}" for key in sorted(found) if key in there]
     file = path(kernel, folder)

@@ -14,9 +14,9 @@ call          another function of the same family (minimum, maximum; sum, max; z
 cast          .to(…), .float(), .contiguous() dropped
 statement     a call, a store, an assignment that overrides another, an addition in place, or a raise dropped
 
-Left alone, because such a change is no fault or none that a check of numbers could see: docstrings, annotations,
+Excluded, because such a change is no fault or none that a numerical check could detect: docstrings, annotations,
 decorators, imports, `__all__`, strings (messages among them), arguments of exceptions, hints to the compiler, and
-options that choose speed alone (TUNING).
+options that only affect speed (TUNING).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TUNING = {
     "STAGES",
     "eviction_policy",
     "cache_modifier",
-    "is_pure",  # whether inline PTX may be left out where its result is not needed
+    "is_pure",  # whether inline PTX may be omitted if its result is not used
 }
 HINTS = {"static_assert", "static_print", "device_print", "max_contiguous", "max_constancy", "multiple_of", "assume"}
 ARITHMETIC: dict[type, type] = {
@@ -69,12 +69,12 @@ FAMILIES = {"minimum": "maximum", "maximum": "minimum", "min": "max", "max": "mi
 FAMILIES |= {"sum": "max", "zeros": "ones", "zeros_like": "ones_like", "sin": "cos", "cos": "sin", "exp2": "exp"}
 CASTS = {"to", "float", "contiguous", "int", "half", "bfloat16"}
 SHOWN = 70  # characters of an expression in a description
-WIDE = "int64"  # a cast to it is what only more than 2^31 elements show
+WIDE = "int64"  # only more than 2^31 elements reveal a missing cast to it
 
 
 @dataclass(frozen=True)
 class Edit:
-    """`node` becomes `replacement`, or `pass` where that is None. `name` says what changes: class, before, after."""
+    """`node` becomes `replacement`, or `pass` if that is None. `name` says what changes: class, before, after."""
 
     node: ast.AST
     name: str
@@ -83,7 +83,7 @@ class Edit:
 
 
 def edits(tree: ast.Module) -> Iterator[tuple[str, Edit]]:
-    """(qualified name of the function, edit) in the order of the source."""
+    """Yields (qualified name of the function, edit) in the order of the source."""
     yield from _body(tree.body, "", set())
 
 
@@ -111,7 +111,7 @@ def _statement(node: ast.stmt, where: str, assigned: set[str]) -> Iterator[tuple
 
 
 def _of_statement(node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
-    """The edits of a statement itself and of its expressions, not of the statements inside it."""
+    """Yields the edits of a statement itself and of its expressions, not of the statements inside it."""
     if isinstance(node, ast.Raise):
         yield Edit(node, f"statement: drop {_short(node)}", None)
     elif isinstance(node, ast.Expr):
@@ -156,7 +156,7 @@ def _of_assignment(node: ast.Assign | ast.AnnAssign, assigned: set[str]) -> Iter
 
 
 def _expression(node: ast.AST) -> Iterator[Edit]:
-    """The edits of an expression and of all inside it, in the order of the source."""
+    """Yields the edits of an expression and of its sub-expressions, in the order of the source."""
     if isinstance(node, ast.JoinedStr) or _is_hint(node) or _is_type(node):
         return
     if isinstance(node, ast.expr):
@@ -271,7 +271,7 @@ def _edit(kind: str, before: ast.expr, after: ast.expr, huge: bool = False) -> E
 
 
 def _difference(before: str, after: str) -> str:
-    """Both texts, cut to where they first differ if they are long."""
+    """Both texts, truncated around their first difference if they are long."""
     same = next(
         (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after))
     )

@@ -1,8 +1,8 @@
-"""A cache of what Triton compiles, over another one that is only read.
+"""A cache of Triton's compiled kernels, on top of another one that is read-only.
 
-What the originals have compiled is in one folder, which all processes read. A mutant finds there what it has not
-changed; the rest it writes to a folder of its own, which is deleted after it. A mutant of CUDA C++ writes to the common
-folder: keys are made from all of the source, so that no other finds what it alone has.
+The kernels compiled for the originals are in one folder, which all processes read. A mutant finds its unchanged kernels
+there; the others it writes to a folder of its own, which is deleted afterwards. A mutant of CUDA C++ writes to the
+common folder: keys are computed from the whole source, so that no other mutant finds its kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.runtime.cache import FileCacheManager
 
 
 class _Below(FileCacheManager):
-    """One entry of the cache that is read. Its folder need not be there."""
+    """One entry of the read-only cache. Its folder need not exist."""
 
     def __init__(self, key: str, folder: str) -> None:
         self.key, self.lock_path = key, None
@@ -22,7 +22,7 @@ class _Below(FileCacheManager):
 
 
 class Overlay(FileCacheManager):
-    """One entry: what is written goes to `knobs.cache.dir`, what is not found there is read in `below`."""
+    """One entry: written files go to `knobs.cache.dir`; files that are not there are read from `below`."""
 
     below = ""
 
@@ -38,7 +38,7 @@ class Overlay(FileCacheManager):
 
 
 def write_to(folder: str | None) -> None:
-    """From now on what is compiled goes to this folder, and the cache as it first was is read; None: to that cache."""
+    """Writes compiled kernels to this folder from now on, above the original cache; None: to the original cache."""
     Overlay.below = Overlay.below or knobs.cache.dir
     knobs.cache.dir = folder or Overlay.below
     knobs.cache.manager_class = Overlay if folder else FileCacheManager

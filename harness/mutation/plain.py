@@ -1,8 +1,8 @@
-"""Sources without comments, docstrings and blank lines: the digests of results are those of these, so that they outlive
-a change of words.
+"""Sources without comments, docstrings and blank lines: digests of results are computed from these, so that results
+remain valid when only comments change.
 
-The same text comes out under every version of Python: positions of comments and of docstrings are used, no dump of a
-tree.
+The text is the same under every version of Python, since only positions of comments and docstrings are used, not a dump
+of a tree.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def cuda(text: str) -> str:
 
 
 def python(text: str) -> str:
-    """SyntaxError for what does not parse."""
+    """The source without comments and docstrings. SyntaxError if it does not parse."""
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:

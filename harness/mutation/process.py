@@ -1,8 +1,8 @@
-"""A process that is forked for tasks, and what is heard of it until a task is done.
+"""A process that is forked for tasks, and the reading of its messages until a task is complete.
 
-It is forked before there is a task, so that it can prepare itself meanwhile, and has a group of its own, with which it
-is killed. It ends by itself, after a task where it cannot have another, or by SIGALRM where a check takes too long
-(`clock`) or nothing was heard of it for long.
+It is forked before there is a task, so that it can prepare itself meanwhile, and has its own process group, with which
+it is killed. It ends by itself after a task if it cannot take another. It is ended by SIGALRM if a check takes too long
+(`clock`), or killed if it sends no message for long.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any, NoReturn, TextIO
 
 from . import messages, verdict
 
-# Does a task, says what it finds to a stream of messages, and returns whether the process can have another.
+# Executes a task, writes messages to a stream, and returns whether the process can take another.
 Work = Callable[[Mapping[str, Any], TextIO], bool | None]
-Ahead = Callable[[TextIO], bool]  # prepares the process, and returns whether it can do a task
+Ahead = Callable[[TextIO], bool]  # prepares the process, and returns whether it can execute a task
 
-SILENCE, UNWILLING = 1200.0, 30.0  # seconds without a word after which a process is killed, and is given up
-LIVES = 86400.0  # seconds that a process may take where its task does not say so
+SILENCE, UNWILLING = 1200.0, 30.0  # seconds without a message until a process is killed; then, until it is abandoned
+LIVES = 86400.0  # default lifetime of a process in seconds, if its task has none
 _PR_SET_PDEATHSIG = 1
 
 
 class Process:
-    """A process that is forked, does `ahead` and waits for tasks, to each of which it does `work`.
+    """A forked process that calls `ahead`, waits for tasks and calls `work` with each.
 
-    tasks, mutants    how many it was given, and how many of these were mutants
-    ended             whether it can have no more
+    tasks, mutants    the number of tasks it was given, and how many of these were mutants
+    ended             whether it can take no more
     """
 
     def __init__(self, work: Work, ahead: Ahead | None = None) -> None:
@@ -42,7 +42,7 @@ class Process:
         self._reader, writer = os.pipe()
         given, self._given = os.pipe()
         self._started, started = os.pipe()
-        # The text of the task, which may not fit into a pipe. Without a buffer, which would keep that of the last one.
+        # The text of the task, which may exceed a pipe's buffer. Unbuffered, so that no text of the last task remains.
         self._text = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._process = os.fork()
         if self._process == 0:
@@ -53,22 +53,22 @@ class Process:
             os.close(descriptor)
 
     def wait(self, seconds: float) -> None:
-        """Until it has done `ahead`, or has ended, for at most so long."""
+        """Waits until it has completed `ahead`, or has ended, for at most `seconds`."""
         select.select([self._started], [], [], seconds)
 
     def send(self, task: Mapping[str, Any]) -> None:
-        """Gives it a task."""
+        """Sends it a task."""
         self._task, self._start = task, time.monotonic()
         self.tasks += 1
         self.mutants += bool(task.get("file"))
         self._text.seek(0)
         self._text.truncate()
         self._text.write(json.dumps(task).encode())
-        with contextlib.suppress(BrokenPipeError):  # one that has ended: `answer` tells why
+        with contextlib.suppress(BrokenPipeError):  # one that has ended: `answer` reports why
             os.write(self._given, b"\n")
 
     def answer(self) -> dict[str, Any]:
-        """What the checks said of the source as it is on disk."""
+        """The result of the checks of the source as it is on disk."""
         end = self._start + self._task.get("life", LIVES)
         said, status, late = _listen(self._reader, self._process, end)
         if status is not None:
@@ -76,13 +76,13 @@ class Process:
         return verdict.of_process(self._task, said, status or 0, self._start, time.monotonic(), late)
 
     def kill(self) -> None:
-        """Ends it, and what it has started."""
+        """Ends the process and its children."""
         if not self.ended:
             os.kill(self._process, signal.SIGKILL)  # it may not lead a group yet
             self._end()
 
     def _end(self) -> None:
-        """Ends what it has started."""
+        """Ends its children."""
         _kill_group(self._process)
         self.ended = True
         self._text.close()
@@ -90,11 +90,11 @@ class Process:
             os.close(descriptor)
 
     def _do(self, report: TextIO, given: int, started: int) -> NoReturn:
-        """What the forked process does."""
+        """Runs in the forked process."""
         code = 1
         try:
             end_with_parent()
-            os.setsid()  # so that what it starts can be ended with it
+            os.setsid()  # so that its children can be ended with it
             if self.ahead is None or self.ahead(report):
                 os.close(started)
                 while os.read(given, 1):
@@ -107,13 +107,13 @@ class Process:
             with contextlib.suppress(OSError):
                 messages.say(report, failed=f"{type(error).__name__}: {str(error)[:300]}")
         finally:
-            with contextlib.suppress(OSError):  # nobody listens any more
+            with contextlib.suppress(OSError):  # nobody reads any more
                 report.flush()
             os._exit(code)
 
 
 def end_with_parent() -> None:
-    """The kernel kills this process when its parent ends, however that ends: no mutant may outlive its run."""
+    """Makes the kernel kill this process when its parent ends for any reason: no mutant may outlive its run."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -126,9 +126,9 @@ def _kill_group(process: int) -> None:
 def _listen(
     reader: int, process: int, end: float, silence: float = SILENCE
 ) -> tuple[list[dict[str, Any]], int | None, bool]:
-    """What a process says until it can have another task or ends, how it ended (None if it has not), and whether it was
-    killed because `end` has come. It need not close the pipe: what it has started may hold it open. One that says
-    nothing for `silence` seconds is killed too."""
+    """A process's messages until it can take another task or ends, how it ended (None if it has not), and whether it
+    was killed because `end` has come. It need not close the pipe: its children may hold it open. A process that sends
+    no message for `silence` seconds is killed too."""
     text, heard, ended, killed, late = b"", time.monotonic(), None, False, False
     while ended is None:
         if not late and time.monotonic() > end:
@@ -149,7 +149,7 @@ def _listen(
         if found:
             ended = status
         elif time.monotonic() - heard > (UNWILLING if killed else silence):
-            if killed:  # inside a driver's call that never ends: it is left behind
+            if killed:  # inside a driver call that never returns: it is abandoned
                 ended = signal.SIGALRM
             else:
                 os.kill(process, signal.SIGALRM)

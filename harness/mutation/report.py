@@ -61,9 +61,9 @@ run."""
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """One kernel's results on one kind of device. killed: (mutant, result), equivalent: (mutant, argument). invalid:
-    how many did not compile, same: of how many the machine code is the same, quick: of how many survivors not all
-    checks were made. unfinished: the time was up for these."""
+    """One kernel's results on one kind of device. killed: (mutant, result), equivalent: (mutant, argument). The others
+    are counts: invalid, that did not compile; same, with identical machine code; quick, survivors of only some of the
+    checks; unfinished, for which time was up."""
 
     kernel: str
     label: str
@@ -82,7 +82,7 @@ class Scored:
 
     @property
     def score(self) -> float | None:
-        """Killed of those that are no equivalents, in percent."""
+        """Percentage killed of the mutants that are not equivalent."""
         counted = self.run - len(self.equivalent)
         return 100 * len(self.killed) / counted if counted else None
 
@@ -105,7 +105,7 @@ def scored(kernel: str, label: str, folder: Path = results.FOLDER) -> Scored:
             invalid += 1
         elif line["status"] == results.SAME:
             same += 1
-        elif line["status"] == results.ERROR:  # nothing is known of it
+        elif line["status"] == results.ERROR:  # nothing is known about it
             continue
         elif line["status"] in results.KILLED:
             killed.append((mutant, dict(line)))
@@ -120,7 +120,7 @@ def scored(kernel: str, label: str, folder: Path = results.FOLDER) -> Scored:
 
 
 def page(folder: Path = results.FOLDER) -> str:
-    """The whole of reports/faults.md."""
+    """The text of reports/faults.md."""
     kernels = [name for name in registry.names() if registry.package(name).startswith("kernels.")]
     every = [scored(kernel, label, folder) for kernel in kernels for label in LABELS]
     found = [s for s in every if s.run or s.label == LABELS[0]]
@@ -201,7 +201,7 @@ def _by_check(found: Sequence[Scored]) -> str:
 
 
 def _check(by: str) -> str:
-    """A check of SPEC by its name, the tests by their file."""
+    """A check of SPEC by its name, tests by their file."""
     if "::" in by or ".py" in by:
         return by.partition("::")[0] if by.startswith("tests/") else "the kernel's own tests"
     return by.rpartition("-")[2]

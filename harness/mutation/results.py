@@ -1,4 +1,4 @@
-"""The results of a kernel's mutants: a file of JSON lines, one a mutant, in reports/mutants."""
+"""The results of a kernel's mutants: a file of JSON lines, one per mutant, in reports/mutants."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .mutants import CUDA_SOURCES, Mutant
 FOLDER = registry.ROOT / "reports" / "mutants"
 QUICK = "-quick"
 KILLED = ("killed", "hang", "crash")
-INVALID, SAME = "invalid", "same"  # CUDA C++ that does not compile, or of which NVRTC makes the same machine code
-UNFINISHED, ERROR = "unfinished", "error"  # time was up; it could not be begun. Neither says what the checks do
-_FOLDERS = re.compile(r"\S*/(?=[\w.-]+\.(?:py|cuh?)\b)")  # in front of a file's name: they are those of one machine
+INVALID, SAME = "invalid", "same"  # CUDA C++ that does not compile, or that NVRTC compiles to the same machine code
+UNFINISHED, ERROR = "unfinished", "error"  # time was up; it could not begin. Neither says anything about the checks
+_FOLDERS = re.compile(r"\S*/(?=[\w.-]+\.(?:py|cuh?)\b)")  # folders before a file's name, which depend on the machine
 
 
 def path(kernel: str, folder: Path = FOLDER) -> Path:
@@ -46,7 +46,7 @@ def line(mutant: Mutant, device: str, checks: str, answer: Mapping[str, Any]) ->
 
 
 def load(kernel: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
-    """The lines of a kernel's file; a last one that was cut off is left out."""
+    """The lines of a kernel's file, without a truncated last one."""
     file = path(kernel, folder)
     found = []
     for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
@@ -58,8 +58,9 @@ def load(kernel: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
 
 
 def current(lines: Iterable[Mapping[str, Any]], mutants: Iterable[Mutant], device: str) -> dict[str, Mapping[str, Any]]:
-    """Key → the last result on this device that still holds: the mutant is there and its function has not changed, nor
-    for one with the same machine code anything that decides what is compiled. One without an end replaces none."""
+    """Key → the last result on this device that is still valid: the mutant exists and its function has not changed. A
+    result "same" also requires that nothing which affects the compilation has changed. An incomplete result replaces no
+    other."""
     there = {mutant.key: mutant for mutant in mutants}
     found: dict[str, Mapping[str, Any]] = {}
     for r in lines:
@@ -75,8 +76,8 @@ def _holds(line: Mapping[str, Any], mutant: Mutant) -> bool:
 
 
 def merge(kernel: str, mutants: Iterable[Mutant], source: Path, folder: Path = FOLDER) -> int:
-    """Adds the results of a kernel in `source` to those in `folder`, but no survivor where it was killed here; how many
-    they are."""
+    """Adds the results of a kernel in `source` to those in `folder`, except survivors that were killed here. Returns
+    the number of results added."""
     killed = {(r["key"], r["device"]) for r in load(kernel, folder) if r["status"] in KILLED}
     there = load(kernel, source)
     lines = [r for r in there if r["status"] != "survived" or (r["key"], r["device"]) not in killed]
@@ -87,7 +88,7 @@ def merge(kernel: str, mutants: Iterable[Mutant], source: Path, folder: Path = F
 
 
 def tidy(kernel: str, mutants: Iterable[Mutant], folder: Path = FOLDER) -> None:
-    """Rewrites the file with the lines that still hold, the last of each mutant and device, sorted by key."""
+    """Rewrites the file with the valid lines, the last of each mutant and device, sorted by key."""
     lines, every = load(kernel, folder), list(mutants)
     kept = [r for device in sorted({r["device"] for r in lines}) for r in current(lines, every, device).values()]
     if lines:
@@ -96,7 +97,7 @@ def tidy(kernel: str, mutants: Iterable[Mutant], folder: Path = FOLDER) -> None:
 
 
 def digest_of_checks(kernel: str, quick: bool = False) -> str:
-    """Of all that decides whether a mutant survives: when it changes, survivors are tried again."""
+    """Digest of everything that decides whether a mutant survives. When it changes, survivors are tried again."""
     root = registry.ROOT
     folder = registry.folder(kernel)
     files = [*root.glob("harness/correctness/*.py"), root / "harness/commands/check.py"]
@@ -108,8 +109,9 @@ def digest_of_checks(kernel: str, quick: bool = False) -> str:
 
 @cache
 def digest_of_source(kernel: str, file: str) -> str:
-    """Of all that decides how a file is compiled for the cases of SPEC. For CUDA C++ that is all of it, its launchers,
-    the configurations and the cases; for Triton the whole folder but its tests; without comments and docstrings."""
+    """Digest of everything that decides how a file is compiled for the cases of SPEC. For CUDA C++ these are all CUDA
+    C++ files, their launchers, the configurations and the cases; for Triton the whole folder except its tests. Comments
+    and docstrings do not count."""
     folder = registry.folder(kernel)
     kept = []
     for path in sorted(folder.rglob("*")):

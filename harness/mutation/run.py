@@ -1,4 +1,4 @@
-"""Runs the mutants of some kernels: workers, each with a checkout of its own, take them from the kernels in turn."""
+"""Runs the mutants of some kernels: workers, each with its own checkout, take them from the kernels in turn."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .kernel import Kernel
 from .mutant_queue import Done, Queue
 from .team import Team
 
-# Of a GPU's memory, what all its workers may take with tensors. The rest is for contexts: three of each worker where a
-# process has mutants of CUDA C++ beside one that has a mutant of Python and one that is being prepared.
+# Fraction of a GPU's memory for the tensors of all its workers. The rest is for contexts: three per worker if it has a
+# process for mutants of CUDA C++, one with a mutant of Python and one that is being prepared.
 GPU_SHARE = 0.7
-PROCESSES = {"cpu": 1, "cuda": 2}  # of a worker that need a core: on a GPU the next one may be starting CUDA
+PROCESSES = {"cpu": 1, "cuda": 2}  # processes of a worker that need a core: on a GPU the next one may be starting CUDA
 
 
 def run(
@@ -29,9 +29,10 @@ def run(
     gpus: Sequence[str] = (),
     originals: bool = True,
 ) -> None:
-    """Calls `done` with each mutant and its answer, until `deadline` by the monotonic clock: none is begun that should
-    take longer than what is left, and those that do are "unfinished". A quick run makes the checks of all originals
-    first; without `originals` it makes one when it first rejects a mutant, as other runs do."""
+    """Calls `done` with each mutant and its answer, until `deadline` on the monotonic clock. No mutant is begun whose
+    expected duration exceeds the time left; one that exceeds it nevertheless is "unfinished". A quick run makes the
+    checks of all originals first; without `originals` it makes a check of the original when it first rejects a mutant,
+    as other runs do."""
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as scratch:
         team = Team(device, Path(scratch), workers, gpus)
         try:

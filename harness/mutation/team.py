@@ -1,6 +1,4 @@
-"""The workers of a run, as seen from the process that gives them tasks. A task and its answer are explained in `worker`
-and in `verdict`.
-"""
+"""The workers of a run, for the process that gives them tasks. `worker` describes a task, `verdict` an answer."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ class Late(Lost):
 
 
 class Worker:
-    """A process that takes one task at a time. `name` says which it is."""
+    """A process that takes one task at a time; `name` identifies it."""
 
     def __init__(self, name: str, tasks: int, answers: int) -> None:
         self.name = name
@@ -36,13 +34,13 @@ class Worker:
         self._text = b""
 
     def begin(self, seconds: float) -> None:
-        """Waits until it is ready. Late where it is not within these seconds, Lost where it cannot be."""
+        """Waits until it is ready. Raises Late if it is not within `seconds`, Lost if it cannot become ready."""
         first = self._answer(seconds)
         if "broken" in first:
             raise Lost(f"{self.name} cannot begin: {first['broken']}")
 
     def ask(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a task. Lost where there is none within PATIENCE of the life of the task."""
+        """The answer to a task. Raises Lost if there is none within PATIENCE after the lifetime of the task."""
         patience = task["life"] + PATIENCE if "life" in task else None
         text = (json.dumps(task) + "\n").encode()
         try:
@@ -71,7 +69,7 @@ class Worker:
 
 
 class Team:
-    """Workers forked from one process, on the CPU or in turn on each of `gpus` (values of CUDA_VISIBLE_DEVICES)."""
+    """Workers forked from one process, on the CPU or alternating over `gpus` (values of CUDA_VISIBLE_DEVICES)."""
 
     def __init__(self, device: str, scratch: Path, count: int, gpus: Sequence[str]) -> None:
         self.workers: list[Worker] = []
@@ -97,7 +95,7 @@ class Team:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Ends all workers, and with them what they run."""
+        """Ends all workers and their processes."""
         for worker in self.workers:
             worker.close()
         assert self._process.stdin is not None
@@ -111,13 +109,13 @@ class Team:
 
 def _environment(device: str, scratch: Path) -> dict[str, str]:
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    # Without this, a look for a GPU before the fork would start CUDA, which the forked process could not use.
+    # Without this, querying for a GPU before the fork would start CUDA, which the forked process could not use.
     environment |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    # What Inductor has compiled it finds again by the code that it saw, which need not be all that a mutant changed.
+    # Inductor's caches are keyed by the code that it saw, which need not include everything that a mutant changed.
     environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
     if device == "cpu":
         return environment | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TRITON_INTERPRET", None)
-    # The keys of Triton's cache, in which cubins of CUDA C++ are too, are made from all of the source: what no mutant
-    # changes is compiled once for all workers. Without lines in it, machine code can be compared.
+    # The keys of Triton's cache, which also holds cubins of CUDA C++, are computed from the whole source: unchanged
+    # kernels are compiled once for all workers. Without line information machine code can be compared.
     return environment | {"TRITON_CACHE_DIR": str(scratch / "triton"), "TRITON_DISABLE_LINE_INFO": "1"}

@@ -1,24 +1,23 @@
-"""What it means for a mutant what the process of its checks has said, and how it ended: the answer to a task.
+"""The answer to a task: the meaning, for a mutant, of the messages of its process and of how that ended.
 
-status    "survived" with all checks made; "killed" by one that failed; "hang" where one took too long; "crash" by a
-          signal or an exit code. Without a word about the mutant: "invalid", CUDA C++ that does not compile; "error",
-          a process that could not begin, as without memory for its context; "unfinished", where the time of the whole
-          task was up, or a process took too long in a compiler, or before anything of the mutant was launched
-by        the check that rejected; "" where none did
-reason    why, in a line
-seconds   how long it took
-spent     where they went: "start" of CUDA and imports, "compilers", "checks", "original", which is what was made of the
-          original after a mutant and what it takes to forget that, and "again", all that was done before in another
-          process
-limit     the seconds that what began last might take
-passed    name → its seconds less those of compilers
+status    "survived" if all checks passed; "killed" by a check that failed; "hang" if one took too long; "crash" by a
+          signal or an exit code. Inconclusive: "invalid", CUDA C++ that does not compile; "error", a process that could
+          not begin, e.g. without memory for its context; "unfinished", if the time of the whole task was up, or if a
+          process took too long in a compiler, or before any code of the mutant was launched
+by        the check that rejected; "" if none did
+reason    why, in one line
+seconds   the duration
+spent     its parts: "start" of CUDA and imports, "compilers", "checks", "original", for checks of the original after a
+          mutant and for dropping their state, and "again", for everything done before in another process
+limit     the time limit of what began last
+passed    name → its seconds without those of compilers
 took      name → its seconds with those of compilers
 skipped   the names of the checks that were skipped
-failed    name → the reason; of an original there may be several
-codes     the digests of a variant, its source and its machine code, of each that was launched on a GPU
+failed    name → the reason; an original may have several
+codes     the digests of each variant launched on a GPU, of its source and of its machine code
 loaded    whether any of the codes is of CUDA C++
-checks    the checks that there are, where the task was to list them
-original  of a mutant: passed, took, skipped, failed and codes of what was made of the original in the same process
+checks    all checks, if the task was to list them
+original  for a mutant: passed, took, skipped, failed and codes of the checks of the original in the same process
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ Messages = Sequence[Mapping[str, Any]]
 def of_process(
     task: Mapping[str, Any], messages: Messages, ended: int, start: float, end: float, late: bool
 ) -> dict[str, Any]:
-    """The answer to a task that took from `start` to `end`, by a process that has said this and ended so (a status of
-    `waitpid`; 0 if it has not), or was killed since the time of the task was up (`late`)."""
+    """The answer to a task that took from `start` to `end`, by a process that sent these messages and ended with the
+    `waitpid` status `ended` (0 if it has not ended), or was killed since the time of the task was up (`late`)."""
     said = list(itertools.takewhile(lambda message: "over" not in message, messages))
     after = messages[len(said) :]
-    if after:  # how that ended is not the mutant's
+    if after:  # how that ended is not the mutant's doing
         ended, late = 0, False
     begun: Mapping[str, Any] = next((s for s in reversed(said) if "at" in s), {"at": IMPORT, "limit": 0.0})
     failures = [(s.get("by", begun["at"]), s["failed"]) for s in said if "failed" in s]
@@ -77,7 +76,7 @@ def _made(said: Messages, failed: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _spent(messages: Messages, start: float, end: float) -> dict[str, float]:
-    """The seconds of each part. All that is said has its time, so that they are known however a process ends."""
+    """The seconds of each part. Every message has its time, so they are known however a process ends."""
     imported = next((m["t"] for m in messages if m.get("passed") == IMPORT), end)
     over = next((m["t"] for m in messages if "over" in m), end)
     compiling = [(m["t"], bool(m["compiler"])) for m in messages if "compiler" in m and m["t"] <= over]
@@ -89,8 +88,8 @@ def _spent(messages: Messages, start: float, end: float) -> dict[str, float]:
 
 
 def holds(task: Mapping[str, Any], answer: Answer) -> bool:
-    """Whether an answer counts from a process in which another mutant has run before: all checks passed, or the
-    original passes or skips what did not (see `leftovers`)."""
+    """Whether an answer is valid from a process in which another mutant has run before: all checks passed, or the
+    original passes or skips those that did not (see `leftovers`)."""
     if not task.get("file"):
         return answer["status"] == "survived" and {*task.get("only", ())} <= {*answer["passed"], *answer["skipped"]}
     original = answer.get("original", {"passed": (), "skipped": ()})
@@ -101,7 +100,7 @@ def holds(task: Mapping[str, Any], answer: Answer) -> bool:
 
 
 def not_begun(reason: str) -> dict[str, Any]:
-    """The answer to a task that could not be begun."""
+    """The answer to a task that could not begin."""
     nothing = {"by": "", "seconds": 0.0, "spent": {}, "limit": 0.0, "passed": {}, "skipped": []}
     return {**nothing, "status": results.ERROR, "reason": reason}
 
@@ -114,7 +113,7 @@ def _meaning(
     ended: int,
     late: bool,
 ) -> tuple[str, str, str]:
-    """The status, what rejected and the reason. `at` is what began last."""
+    """The status, the check that rejected and the reason. `at` is what began last."""
     if errors := [s["error"] for s in said if "error" in s]:
         return results.ERROR, "", errors[0]
     if not said and not late:
@@ -141,7 +140,7 @@ def _meaning(
 
 
 def _says_nothing(task: Mapping[str, Any], said: Messages) -> str:
-    """Why the mutant need not be what took too long, or ""."""
+    """Why a timeout need not be the mutant's, or ""."""
     compilers = [s["compiler"] for s in said if "compiler" in s]
     if compilers and compilers[-1]:
         return f"{compilers[-1]} took longer than allowed"

@@ -1,30 +1,30 @@
 """Runs the checks on one mutant after another, in processes that are forked after the imports.
 
-`python -m harness.mutation.worker` reads a JSON list of workers, a line of standard input. It imports what all mutants
-need, once, and forks the workers. A worker says that it is ready when its first process is. A mutant of Python or
-Triton has a process of its own; the process of the next task is forked before it is needed: on a GPU it starts CUDA
-while the checks of the mutant before it run. On a GPU one process has mutants of CUDA C++, and originals, one after the
-other; what then goes wrong by leftovers of a mutant is no fault of the next (`leftovers`). A worker has
+`python -m harness.mutation.worker` reads a JSON list of workers from one line of standard input. It imports what all
+mutants need, once, and forks the workers. A worker reports that it is ready when its first process is. A mutant of
+Python or Triton has its own process. The process of the next task is forked ahead: on a GPU it starts CUDA while the
+checks of the preceding mutant run. On a GPU one process runs mutants of CUDA C++, and originals, one after another; a
+failure caused by leftovers of a mutant does not count for the next (`leftovers`). A worker has
 
-root              a folder of its own, its checkout (`checkout`)
+root              its own folder, its checkout (`checkout`)
 gpu               the value of CUDA_VISIBLE_DEVICES; None without
-tasks, answers    the file descriptors from which it reads tasks, a JSON object a line, and to which it writes answers
-                  (`verdict`)
+tasks, answers    the file descriptors from which it reads tasks, one JSON object per line, and to which it writes
+                  answers (`verdict`)
 
 A task has
 
 kernel, device    whose checks are made, and where: "cpu" or "cuda"
-list              only to list the checks and how long the import took; nothing is run
+list              only to list the checks and the duration of the import; nothing is run
 file, source      a file of the kernel's folder and its new text; without them the original is checked. The worker
                   adds the old one, `original`, and whether the process has had another mutant, `used`
 only              the names of the checks and tests that are made; without it all of them
-without           names that are not
-cases             the pairs of implementation and case whose checks are made; without them of all
-quick             neither those that compile with PyTorch nor the tests
-seconds           name → how long it took where it passed
-weights           name → how much it has rejected; what has rejected much, or is cheap, comes first
-memory            the part of the GPU's memory that the process may take
-crowd             how many times longer a check may take, as processes share the cores
+without           names that are not made
+cases             the pairs of implementation and case whose checks are made; without it those of all
+quick             neither checks that compile with PyTorch nor tests
+seconds           name → its duration when it passed
+weights           name → how much it has rejected; checks that have rejected much, or are cheap, come first
+memory            the fraction of the GPU's memory that the process may use
+crowd             factor on a check's time limit, since processes share the cores
 life              the seconds after which the process is killed, and has the status "unfinished"
 """
 
@@ -48,7 +48,7 @@ NVRTC = "cupy.cuda.nvrtc"
 
 
 def main() -> None:
-    """Forks the workers, and ends when they have."""
+    """Forks the workers, and ends when they have ended."""
     end_with_parent()
     workers = json.loads(sys.stdin.readline())
     quiet = os.open(os.devnull, os.O_WRONLY)
@@ -61,7 +61,7 @@ def main() -> None:
             _write(worker["answers"], {"broken": traceback.format_exc()[-2000:]})
         return
     gc.collect()
-    gc.freeze()  # what is not visited by the collector stays shared with the forked processes
+    gc.freeze()  # pages that the collector does not visit stay shared with the forked processes
     for worker in workers:
         if os.fork() == 0:
             code = 1
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _imports() -> None:
-    """What every mutant needs and none changes. RuntimeError where an import starts CUDA, which does not survive a
+    """Imports what every mutant needs and none changes. RuntimeError if an import starts CUDA, which does not survive a
     fork."""
     import torch
 
@@ -88,7 +88,7 @@ def _imports() -> None:
             importlib.import_module(name)
         if cuda.is_started():
             raise RuntimeError(f"the import of {name} has started CUDA, which a forked process cannot use")
-    if not cuda.is_started_by(NVRTC):  # else each process imports it for itself
+    if not cuda.is_started_by(NVRTC):  # otherwise each process imports it for itself
         with contextlib.suppress(Exception):  # without a driver CuPy raises more than ImportError
             importlib.import_module(NVRTC)
     if early := [name for name in sys.modules if name.startswith("kernels.")]:
@@ -130,8 +130,7 @@ def _settle(root: Path, gpu: str | None) -> None:
 
 
 class Processes:
-    """The processes of a worker: a new one that waits for its first task, and one that has had some. Either may be
-    missing."""
+    """The processes of a worker: a new one that waits for its first task, and a used one. Either may be missing."""
 
     def __init__(self, work: Work, ahead: Ahead | None = None) -> None:
         self._work, self._ahead = work, ahead
@@ -139,12 +138,12 @@ class Processes:
         self._used: Process | None = None
 
     def prepare(self) -> None:
-        """Waits until a new process can have a task."""
+        """Waits until a new process can take a task."""
         self._new = Process(self._work, self._ahead)
         self._new.wait(cuda.START_SECONDS + UNWILLING)
 
     def answer(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a task, also where it cannot be done."""
+        """The answer to a task, also if it cannot be executed."""
         try:
             if not task.get("file"):
                 return self._answer(task)
@@ -165,12 +164,12 @@ class Processes:
             process.kill()
         if process.ended:
             self._fork()
-        else:  # and no other is forked ahead: its start of CUDA would hold up this one and all others
+        else:  # no other is forked ahead: its start of CUDA would block this one and all others
             self._used = process
         return answer if holds else self._again(task, answer)
 
     def _again(self, task: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of a new process, where that of a used one may be due to another mutant."""
+        """The answer of a new process, if that of a used one may be caused by another mutant."""
         lost = first["seconds"]
         left = {"life": task["life"] - lost} if "life" in task else {}
         if left and left["life"] <= 0:
@@ -182,7 +181,7 @@ class Processes:
         return {**answer, "seconds": round(lost + answer["seconds"], 2), "spent": {"again": lost, **answer["spent"]}}
 
     def _alone(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of a new process. The next is forked meanwhile, as this one hardly takes another task."""
+        """The answer of a new process. The next is forked meanwhile, since this one will rarely take another task."""
         process = self._take()
         process.send(task)
         self._fork()

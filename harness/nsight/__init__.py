@@ -1,1 +1,1 @@
-"""NVIDIA's tools: Nsight Compute and compute-sanitizer, called and read."""
+"""Runs NVIDIA's tools Nsight Compute and compute-sanitizer, and parses their output."""

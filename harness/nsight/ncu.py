@@ -3,9 +3,9 @@
 A launch is described by
 {"name", "duration_us", "dram_bytes", "dram_pct", "l2_pct", "sm_pct", "tensor_pct", "occupancy_pct", "registers",
  "shared_bytes", "spill_bytes", "stalls": [[reason, per cent], ...]}
-and, where it lies in the range of a stage, "stage". Percentages are of the peak rate over the whole duration, occupancy
-that of the time in which an SM was busy. `spill_bytes` is what went through the first-level cache to and from local
-memory. A stall's share is of the time that warps were resident. What ncu could not measure is None.
+and, if it lies in the range of a stage, "stage". Percentages are of the peak rate over the whole duration, except
+occupancy, which is over the time in which an SM was active. `spill_bytes` is the local-memory traffic through the L1
+cache. A stall's percentage is of the time that warps were resident. Figures that ncu could not measure are None.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ PERCENTAGES = {
     "occupancy_pct": "sm__warps_active.avg.pct_of_peak_sustained_active",
 }
 METRICS = (DURATION, *DRAM, *LOCAL, REGISTERS, *SHARED, *PERCENTAGES.values())
-#: The stall reasons differ between GPUs: one that is asked for by name and not there is an error, of a section it is
-#: left out.
+#: The stall reasons differ between GPUs. Requesting a missing one by name is an error; as part of a section it is
+#: omitted.
 STALL_SECTION = "WarpStateStats"
 _STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
-#: Of each range of a stage that is open, outermost first.
+#: Matches each open range of a stage, outermost first.
 _STAGE = re.compile(re.escape(STAGES) + r":([^:\"]+)")
-#: A warp that issues, which the counters list among the reasons for not doing so.
+#: A warp that issues, which the counters list among the stall reasons.
 _ISSUING = "selected"
-#: What means something in a range filter, and how it is taken literally.
+#: Characters with a meaning in a range filter, and their escaped form.
 _SPECIAL, _ESCAPED = re.compile(r"([@,/*+\[\]\\])"), r"\\\1"
 
 INSTALLATIONS = ("/usr/local/cuda/bin/ncu", "/usr/local/cuda-*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
@@ -80,17 +80,17 @@ def find() -> Path:
 
 
 def version(ncu: Path) -> str:
-    """Such as '2025.3.1.0'."""
+    """The tool's version, such as '2025.3.1.0'."""
     text = subprocess.run([ncu, "--version"], capture_output=True, text=True, check=False).stdout
     found = re.search(r"Version ([\d.]+)", text)
     return found.group(1) if found else "unknown"
 
 
 def command(ncu: Path, report: Path, ranges: Iterable[str], program: Sequence[str], full: bool = False) -> list[str]:
-    """Profiles every kernel that `program` launches inside one of the NVTX ranges, into `report`.
+    """Command line that profiles every kernel which `program` launches inside one of the NVTX ranges, into `report`.
 
-    The clocks stay as they are, as in the bench; caches are flushed before each pass, which is ncu's default and the
-    bench's cold column.
+    Clocks are not locked, as in the bench. Caches are flushed before each pass, which is ncu's default and corresponds
+    to the bench's cold column.
     """
     sections = ["--set", "full"] if full else ["--section", STALL_SECTION]
     includes = [word for name in ranges for word in ("--nvtx-include", range_filter(name))]
@@ -106,13 +106,13 @@ def range_filter(name: str) -> str:
 
 
 def csv_command(ncu: Path, report: Path) -> list[str]:
-    """Prints everything that a report holds."""
+    """Command line that prints the whole contents of a report."""
     return [str(ncu), "--import", str(report), "--csv", "--page", "raw", "--print-units", "base"]
 
 
 def profile(ncu: Path, report: Path, ranges: Sequence[str], program: Sequence[str], full: bool = False) -> str:
     """Runs `program` under ncu and returns the report as CSV. NcuError says why there is none."""
-    environment = {**os.environ, "LC_ALL": "C"}  # figures with a full stop
+    environment = {**os.environ, "LC_ALL": "C"}  # decimal points in figures
     output = []
     with subprocess.Popen(
         command(ncu, report, ranges, program, full), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -120,7 +120,7 @@ def profile(ncu: Path, report: Path, ranges: Sequence[str], program: Sequence[st
     ) as run:  # fmt: skip
         for line in run.stdout or ():
             output.append(line)
-            if not line.startswith("=="):  # the program's own lines say how far it is
+            if not line.startswith("=="):  # the program's own lines report its progress
                 print(line, end="", flush=True)
     if run.returncode or not report.is_file():
         raise NcuError(explain("".join(output), run.returncode))
@@ -131,7 +131,7 @@ def profile(ncu: Path, report: Path, ranges: Sequence[str], program: Sequence[st
 
 
 def explain(output: str, code: int) -> str:
-    """What went wrong, from what ncu printed."""
+    """The cause of a failure, from ncu's output."""
     if "ERR_NVGPUCTRPERM" in output:
         return FORBIDDEN
     if "resource was unavailable" in output or "ERR_NVGPUCTRBUSY" in output:
@@ -139,7 +139,7 @@ def explain(output: str, code: int) -> str:
     lines = output.strip().splitlines()
     errors = [line for line in lines if line.startswith("==ERROR==")]
     if errors:
-        # The program's own last words stand before ncu's: usually the end of a traceback.
+        # The program's own last output precedes ncu's: usually the end of a traceback.
         own = [line for line in lines if line.strip() and not line.startswith("==")]
         return " ".join([*(line.removeprefix("==ERROR==").strip() for line in errors[:3]), *own[-1:]])
     if "No kernels were profiled" in output:
@@ -150,8 +150,8 @@ def explain(output: str, code: int) -> str:
 def parse(text: str, ranges: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """The launches of each range, in the order in which they ran, from `--csv --page raw`.
 
-    The first row is of names, the second of units. Ranges without a launch have an empty list. NcuError where this is
-    not such a table, or where it does not tell the ranges.
+    The first row has names, the second units. Ranges without a launch have an empty list. NcuError if this is not such
+    a table, or if it does not name the ranges.
     """
     start = text.find('"ID"')
     if start < 0:
@@ -177,7 +177,7 @@ def parse(text: str, ranges: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _within(name: str, cell: str) -> bool:
-    """A cell reads `<thread> "<domain>:<range>:<payload>…"`, with one such text for each range that is open."""
+    """Whether a cell names a range. It reads `<thread> "<domain>:<range>:<payload>…"`, once for each open range."""
     return re.search(rf"(?<![\w.+-]){re.escape(name)}(?![\w.+-])", cell) is not None
 
 
@@ -186,7 +186,8 @@ _SI = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def _number(text: str, unit: str) -> float | None:
-    """A figure in microseconds, bytes or as it is. ncu scales by thousands, also bytes, and groups digits by commas."""
+    """A figure in microseconds, bytes or without a unit. ncu scales by powers of 1000, also bytes, and groups digits by
+    commas."""
     try:
         value = float(text.replace(",", ""))
     except ValueError:
@@ -199,7 +200,7 @@ def _number(text: str, unit: str) -> float | None:
 
 
 def describe(name: str, figures: Mapping[str, float | None]) -> dict[str, Any]:
-    """One launch from its metrics."""
+    """Describes one launch by its metrics."""
     waits = {m.group(1): value for key, value in figures.items() if value and (m := _STALL.fullmatch(key))}
     resident = sum(waits.values())
     shares = [(100 * value / resident, reason) for reason, value in waits.items() if reason != _ISSUING]

@@ -1,8 +1,8 @@
-"""PyTorch's matrix products without cuBLAS, for initcheck.
+"""PyTorch's GEMMs without cuBLAS, for initcheck.
 
 initcheck must instrument every kernel that writes, and it does not see TMA stores of cuBLAS kernels: their whole output
-counts as never written, so that each kernel which reads it would have a finding. So under initcheck a matrix product is
-a sum of elementwise products, whose stores it sees.
+counts as uninitialised, so that each kernel which reads it would have a finding. So under initcheck a GEMM is a sum of
+elementwise products, whose stores it sees.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a b of [..., M, K] and [..., K, N], summed in fp32 at least. Needs memory for M·K·N sums."""
+    """The GEMM a b of [..., M, K] and [..., K, N], accumulated in at least fp32. Needs memory for M·K·N products."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2)
 
 
 @contextmanager
 def plain_products(device: str = "CUDA") -> Iterator[None]:
-    """mm, bmm and addmm, also of kernels under test, are `product` on this device, a dispatch key of PyTorch."""
+    """Context in which mm, bmm and addmm, also of kernels under test, use `product` on this device (a dispatch key)."""
 
     def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return product(a, b).to(a.dtype)

@@ -1,7 +1,7 @@
-"""What `profile` writes: reports/<gpu>/profile/<kernel>.json, and README.md made from every JSON file there.
+"""The files that `profile` writes: reports/<gpu>/profile/<kernel>.json, and README.md made from every JSON file there.
 
-The files have ncu's figures. The bench's times of the same calls are read from the records beside them when a page is
-made, so that it does not matter which of the two ran first.
+The files have ncu's figures. The bench's times of the same calls are read from the records when a page is made, so the
+order of the two runs does not matter.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def write(
     rows: Sequence[Mapping[str, Any]],
     measured: Medians,
 ) -> None:
-    """Writes the kernel's file (see `rows_json.merge` for what stays of an earlier one), and README.md of all there."""
+    """Writes the kernel's file (`rows_json.merge` says what is kept of an earlier one), and README.md of all there."""
     head = {"schema": SCHEMA, "kernel": kernel, "gpu": gpu}
     path = out / f"{kernel}.json"
     rows_json.merge(path, head, environment, rows, lambda row: (row["case"], row["mode"], row["implementation"]))
@@ -74,12 +74,12 @@ def write_readme(out: Path, measured: Medians) -> Path:
 
 
 def medians(rows: Iterable[Row]) -> Medians:
-    """The cold ones of a record's rows, for ncu flushes the caches too."""
+    """The cold medians of a record's rows, since ncu flushes the caches too."""
     return {row.key: column["median_us"] for row in rows if row.status == "ok" and (column := row.column("cold"))}
 
 
 def compared(rows: Iterable[Mapping[str, Any]], measured: Medians) -> list[dict[str, Any]]:
-    """The rows with "harness_us", the bench's time, and "duration_ratio", ncu's over it; None where one is missing."""
+    """The rows with "harness_us", the bench's time, and "duration_ratio", ncu's over it; None if one is missing."""
     found = []
     for row in rows:
         duration, median = row["duration_us"], measured.get(tuple(row[name] for name in KEY))
@@ -116,7 +116,7 @@ def _told(environment: Mapping[str, Any]) -> str:
 
 
 def show(kernel: str, rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> None:
-    """The same on the console."""
+    """Prints the same on the console."""
     tables.show(f"{kernel}: calls", ROW_HEAD, [row_cells(row, environment) for row in rows])
     for row in (row for row in rows if by_stage.staged(row["launches"])):
         title = f"{kernel}: stages of {row['case']}, {row['implementation']}"
@@ -145,7 +145,7 @@ def row_cells(row: Mapping[str, Any], environment: Mapping[str, Any]) -> list[ob
 
 
 def launch_cells(row: Mapping[str, Any]) -> list[list[object]]:
-    """The kernels of one call under LAUNCH_HEAD; of one with stages those of a kernel in a stage on one line."""
+    """The kernels of one call under LAUNCH_HEAD; if it has stages, one line for each kernel in a stage."""
     return [
         [
             row["case"],

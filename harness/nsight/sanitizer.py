@@ -1,7 +1,7 @@
 """compute-sanitizer: finding it, its command lines, and the findings in its output.
 
-A finding is {"what", "kernel", "where", "count"}: the tool's own words, the function and the source line they name, and
-how many threads or accesses said the same.
+A finding is {"what", "kernel", "where", "count"}: the tool's own words, the function and the source line that it
+names, and how many threads or accesses had the same finding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from .. import registry
 
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
-FOUND = 99  # the exit code that we ask for where there are findings
+FOUND = 99  # the exit code that we request for findings
 
 INSTALLATIONS = (
     "/usr/local/cuda/bin/compute-sanitizer",
@@ -36,12 +36,12 @@ MISSING = (
 
 _PREFIX = "========="
 _AT = re.compile(r"\b(?:at |Device Frame: ?)(?P<function>\S.*?)\+0x[0-9a-f]+(?: in (?P<where>\S+:\d+))?")
-#: Lines of the tool about itself; all others that are not indented begin a finding.
+#: The tool's lines about itself; all other lines that are not indented begin a finding.
 _ABOUT = (
     "COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SUMMARY", "Target application", "Program hit",
     "This tool is", "Warning: Detected overflow",
 )  # fmt: skip
-#: racecheck names functions that may be inlined, and no kernel; but it looks at ours alone.
+#: racecheck names functions, which may be inlined, and not kernels; but it only instruments ours.
 _RACES = ("Error: Race reported", "Warning: Race reported")
 _FAILURES = (
     "Internal Sanitizer Error", "Error: process didn't terminate", "Error: couldn't find exit code", "Error: Target",
@@ -50,7 +50,7 @@ _FAILURES = (
 
 @dataclass
 class Findings:
-    """`ours` are of the kernels that were asked for, `others` of any other; `failures` are of the tool itself."""
+    """`ours` are of the kernels that were named, `others` of any other; `failures` are of the tool itself."""
 
     ours: list[dict[str, Any]] = field(default_factory=list)
     others: list[dict[str, Any]] = field(default_factory=list)
@@ -72,26 +72,26 @@ def find() -> Path:
 
 
 def version(tool: Path) -> str:
-    """Such as '2025.3.1.0'."""
+    """The tool's version, such as '2025.3.1.0'."""
     text = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False).stdout
     found = re.search(r"Version ([\d.]+)", text)
     return found.group(1) if found else "unknown"
 
 
 def command(sanitizer: Path, tool: str, kernels: Iterable[str], program: Sequence[str]) -> list[str]:
-    """Runs `program` under one tool.
+    """Command line that runs `program` under one tool.
 
-    Only kernels with one of the names in theirs are looked at, which spares PyTorch's; but initcheck must see every
-    kernel, for memory that one writes which it does not look at counts as never written. What it says of others is
-    told apart afterwards.
+    Only kernels whose names contain one of `kernels` are instrumented, which skips PyTorch's. initcheck must see every
+    kernel, because memory that is written by a kernel which is not instrumented counts as uninitialised. Its findings
+    in other kernels are separated afterwards.
 
-    Only `program` itself is followed, not what it starts.
+    Only `program` itself is instrumented, not its child processes.
     """
     filters = [word for name in kernels for word in ("--kernel-name", f"kernel_substring={name}")]
     if tool == "initcheck":
         filters = []
     specific = {
-        # PyTorch provokes errors of the API on purpose, to find out what a driver can do. The padding is a gap between
+        # PyTorch provokes API errors on purpose, to find out what a driver supports. The padding is a gap between
         # neighbouring allocations: without it an access past the end of one is inside the next.
         "memcheck": ["--report-api-errors", "no", "--destroy-on-device-error", "kernel", "--padding", "4096"],
         "racecheck": ["--racecheck-report", "analysis"],
@@ -107,7 +107,7 @@ _running: set[subprocess.Popen] = set()
 
 
 def stop() -> None:
-    """Ends what `run` has started and waits for in other threads."""
+    """Ends the processes that `run` has started and waits for in other threads."""
     for process in tuple(_running):
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.killpg(process.pid, signal.SIGTERM)  # the tool and the program under it
@@ -116,8 +116,8 @@ def stop() -> None:
 def run(command_line: Sequence[str], echo: bool = True) -> tuple[int, str]:
     """Exit code and output; with `echo` the program's own lines are printed as they come.
 
-    Without the caching allocator each tensor is an allocation of its own: in a block of the cache's, an access past the
-    end of one tensor is inside another, and memory that was ever written counts as written.
+    It disables the caching allocator, so that each tensor is a separate allocation. Inside a cached block an access
+    past the end of one tensor would be inside another, and memory that was ever written would count as initialised.
     """
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     output = []
@@ -142,7 +142,7 @@ def run(command_line: Sequence[str], echo: bool = True) -> tuple[int, str]:
 
 
 def parse(output: str, kernels: Iterable[str]) -> Findings:
-    """Sorts what the tool said into findings of the kernels named, of others, and failures of the tool itself."""
+    """Sorts the tool's messages into findings in the named kernels, findings in others, and failures of the tool."""
     result = Findings()
     counted: Counter[tuple[bool, str, str, str]] = Counter()
     names = [re.compile(rf"_?{re.escape(name)}\w*(?:\(.*)?") for name in kernels]
@@ -164,7 +164,7 @@ def parse(output: str, kernels: Iterable[str]) -> Findings:
 
 
 def _records(output: str) -> list[list[str]]:
-    """What the tool said, one list of lines for each thing: its first line, and those indented under it."""
+    """The tool's messages, one list of lines each: its first line, and those indented under it."""
     records: list[list[str]] = []
     for line in output.splitlines():
         if not line.lstrip().startswith(_PREFIX):
@@ -178,7 +178,7 @@ def _records(output: str) -> list[list[str]]:
 
 
 def _what(line: str) -> str:
-    """The first line of a finding without what differs from thread to thread."""
+    """The first line of a finding without the parts that differ from thread to thread."""
     line = _AT.sub("", line)
     line = re.sub(r"\b(?:at )?__(\w+)__ 0x[0-9a-f]+|\(\d+,\d+,\d+\)|0x[0-9a-f]+|\[\d+ hazards?\]", r"\1", line)
     return re.sub(r"\s+", " ", line).strip(" :.,")

@@ -1,1 +1,1 @@
-"""Several GPUs of one host: a process for each ("rank"), the watch over them, the bench that they run together."""
+"""Several GPUs of one host: one process per GPU (a rank), their launcher and watchdog, and their collective bench."""

@@ -1,8 +1,8 @@
-"""`bench --gpus N` and `profile --gpus N`: what the launcher does, which measures nothing itself.
+"""`bench --gpus N` and `profile --gpus N`: the launcher's part, which measures nothing itself.
 
-With enough GPUs the ranks bench the cases of that many. Without any, ranks of gloo check the small cases and the
-floors are printed; `--device cpu` times them too, in wall-clock time, into a folder of its own. Fewer GPUs than asked
-for are an error.
+With enough GPUs the ranks bench the cases of that world size. Without any GPU, gloo ranks check the small cases and the
+floors are printed; `--device cpu` times them too, in wall-clock time, into a separate folder. Fewer GPUs than requested
+are an error.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Group = tuple[Case, str]
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """1 where a row of our own failed, or a rank did."""
+    """1 if a row of our own failed, or a rank did."""
     on_gpu = arguments.device != "cpu" and torch.cuda.is_available()
     found = torch.cuda.device_count() if on_gpu else 0
     if on_gpu and found < arguments.gpus:
         raise ValueError(f"--gpus {arguments.gpus}: {found} found here")
     if not on_gpu:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the registry imports any
+        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: set it before any is imported
     device, key = environment.target(arguments.gpu, arguments.device)
     selections = list(_chosen(arguments, on_gpu))
     if not on_gpu and arguments.device != "cpu":
@@ -59,8 +59,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(arguments: argparse.Namespace, on_gpu: bool) -> Iterator[options.Selection]:
-    """The chosen part of every kernel that has cases of that many GPUs: those of the bench, on CPUs the small ones, of
-    which there may be none. ValueError where no kernel has any."""
+    """The selected part of every kernel that has cases of that world size: bench cases, or on CPUs the small ones, of
+    which there may be none. ValueError if no kernel has any."""
     some = False
     for selection in options.select(arguments):
         spec = selection.spec
@@ -83,8 +83,8 @@ def bench(
     device: str,
     budget: Budget | None = None,
 ) -> int:
-    """One kernel into its record. Returns how many rows of our own failed; a rank that dies or hangs is one more, and
-    ends the kernel. Finished rows stay."""
+    """Benches one kernel into its record. Returns how many rows of our own failed. A rank that dies or hangs counts as
+    one more, and ends the kernel. Finished rows are kept."""
     finished, failures = record.Finished(), 0
     if arguments.resume:
         gpu = torch.cuda.get_device_name() if device == "cuda" else environment.CPU
@@ -128,7 +128,7 @@ def bench(
 
 
 def by_environment(spec: KernelSpec, groups: Sequence[Group]) -> dict[tuple[tuple[str, str], ...], list[Group]]:
-    """Groups whose ranks start with the same variables."""
+    """Groups by the environment variables that their ranks start with."""
     assert spec.sharding is not None
     found: dict[tuple[tuple[str, str], ...], list[Group]] = {}
     for case, mode in groups:
@@ -137,20 +137,20 @@ def by_environment(spec: KernelSpec, groups: Sequence[Group]) -> dict[tuple[tupl
 
 
 def _stop(path: Path, orders: Orders, reason: str) -> None:
-    """The last line of a run, once its ranks are gone."""
+    """Writes the last line of a run, after its ranks have ended."""
     if not path.is_file() or orders.run_id not in record.load(path).runs:
         return  # they ended before they had begun to write
     with record.Writer(path) as writer:
         writer.write({"type": "stop", "run": orders.run_id, "kernel": path.stem, "reason": reason})
-    if reason in ("complete", "part"):  # or --resume would not find what was started and never finished
+    if reason in ("complete", "part"):  # otherwise --resume would not find what was started and never finished
         record.compact(path)
 
 
 def profile(arguments: argparse.Namespace) -> int:
-    """The pass in named ranges. 1 where something was not run that should have been.
+    """Runs everything once in NVTX ranges for a profiler. 1 if something that should have run did not.
 
-    Under Nsight Systems (`nsys profile python -m harness profile --gpus 2 …`) it has its NVTX ranges and nothing more;
-    else PyTorch's profiler writes a trace of each case and rank.
+    Under Nsight Systems (`nsys profile python -m harness profile --gpus 2 …`) only the NVTX ranges are made; otherwise
+    PyTorch's profiler writes a trace of each case and rank.
     """
     device, key = environment.target(arguments.gpu, arguments.device)
     if (found := torch.cuda.device_count() if device.type == "cuda" else 0) < arguments.gpus:
@@ -177,7 +177,7 @@ def profile(arguments: argparse.Namespace) -> int:
 
 
 def without_gpus(selections: Sequence[options.Selection], key: str, arguments: argparse.Namespace) -> int:
-    """Correctness by ranks of gloo, and the floor of each case. 1 where one of our own is wrong."""
+    """Checks correctness with gloo ranks, and prints the floor of each case. 1 if one of our own is wrong."""
     gpu = roofline.get(key)
     checks = f"Correctness by {arguments.gpus} ranks of gloo"
     print(f"No GPU found: nothing is timed. {checks}, and floors for {gpu.title}.")
@@ -201,7 +201,7 @@ def _benched(spec: KernelSpec, size: int) -> tuple[Case, ...]:
 
 
 def checked(load: Load, selection: options.Selection, timeout: float) -> list[tuple[str, str, str, str, str | None]]:
-    """(case, mode, implementation, status, reason) of every check, by ranks of gloo."""
+    """(case, mode, implementation, status, reason) of every check, by gloo ranks."""
     groups = tuple((case.name, mode) for case, mode in selection.groups())
     orders = Orders(load, "", Path(), groups, selection.implementations)
     size = selection.cases[0].world_size

@@ -1,6 +1,6 @@
-"""One case in one mode, on one of the ranks that run it together: what is checked, what is timed, and the rows.
+"""One case in one mode on one rank: the collective checks and timings, and the rows.
 
-Every rank makes the same calls in the same order, and learns of it where another one fails.
+Every rank makes the same calls in the same order. If one rank fails, all of them learn of it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..roofline import Ceilings, floor_seconds, over_roofline
 from ..spec import Case, KernelSpec, Peer, Sharding
 from .timing import COLD, LONG_CALL, Call, Clock, Contender, Samples, differences, gathered
 
-LOCAL, ALONE = "#local", "#alone"  # beside the name of an implementation: without transfers; on one GPU
-NO_LOCAL = 2.0  # seconds of a call beyond which it is not timed without transfers too: minutes, to tell little
-#: Seconds of a call, by its floor, beyond which there is one sample of it and no warm-up: of one GPU, while the others
-#: wait, and of all.
+LOCAL, ALONE = "#local", "#alone"  # suffixes of an implementation's name: without transfers; on one GPU
+NO_LOCAL = 2.0  # seconds of a call above which it is not timed without transfers: that takes minutes, to say little
+#: Floors in seconds above which a call has one sample and no warm-up: for the one-GPU call, during which the others
+#: wait, and for the call of all ranks.
 ONCE_ALONE, ONCE = 2.5, 20.0
 SEED = 20261123
 
@@ -49,7 +49,7 @@ class Group:
         self.label = f"{spec.name} {case.name} {mode}"
         self.done: dict[str, dict[str, Any]] = {}
         self.warnings: dict[str, list[str]] = {}
-        self.outside: dict[str, list[int]] = {}  # bytes by rank that PyTorch's allocator does not know of
+        self.outside: dict[str, list[int]] = {}  # bytes by rank that are not from PyTorch's allocator
         self.unmeasured: dict[str, str] = {}  # why there is no T1, or no time without transfers
 
     def rows(self) -> Rows:
@@ -64,8 +64,8 @@ class Group:
         return [self.done[name] for name in self.names]
 
     def prepared(self) -> list[Contender]:
-        """What can be timed, checked and called once: every implementation, then what it is held against. The rows of
-        all others are in `done`."""
+        """The contenders that can be timed, checked and called once: every implementation, then its references for
+        comparison (without transfers; on one GPU). The rows of all others are in `done`."""
         capability = torch.cuda.get_device_capability(self.me.device) if self.on_gpu else (99, 0)
         if self.case.min_capability > capability:
             reason = "needs compute capability {}.{}".format(*self.case.min_capability)
@@ -84,7 +84,7 @@ class Group:
         return [*contenders, *self._alone()] if contenders else []
 
     def free(self) -> None:
-        """Gives back the memory of what was prepared, once nobody holds it."""
+        """Releases the memory of the prepared contenders, once nothing refers to it."""
         self._step("giving memory back")
         self.sharding.release()
         gc.collect()
@@ -92,11 +92,11 @@ class Group:
             torch.cuda.empty_cache()
 
     def closed(self, status: str, reason: str) -> Rows:
-        """Every implementation's row without having been run."""
+        """Rows for all implementations, none of which was run."""
         return [self._row(name, status, reason) for name in self.names]
 
     def ready(self, name: str) -> execute.Op:
-        """The implementation, checked by all ranks together. Raises Failed, on every rank alike."""
+        """The implementation, checked by all ranks together. Raises Failed on all ranks or on none."""
 
         def load() -> execute.Op:
             if not self.on_gpu and (reason := execute.uninterpretable(self.case)):
@@ -124,7 +124,7 @@ class Group:
         return fn
 
     def _contenders(self, name: str, fn: execute.Op, shard: execute.Inputs) -> list[Contender]:
-        """The implementation bound to its inputs, called once; with it what is the same without transfers."""
+        """The implementation bound to its inputs, called once; and its variant without transfers, if there is one."""
         used, local = self._used(), self.sharding.local.get(name)
         if local and self._long(NO_LOCAL):
             self.unmeasured[name + LOCAL] = "not measured: a call takes seconds, of which transfers are a small part"
@@ -145,7 +145,7 @@ class Group:
         return found
 
     def _alone(self) -> list[Contender]:
-        """Our one-GPU implementation on the first rank; on the others it does nothing."""
+        """Our one-GPU implementation on the first rank; on the others a contender that does nothing."""
         if not self.sharding.alone:
             self.unmeasured[ALONE] = "there is no implementation of one GPU"
             return []
@@ -178,7 +178,7 @@ class Group:
         return Contender(name, run, self.clock.call(run))
 
     def _together(self, act: Callable[[], Any], what: str) -> Any:
-        """act() on every rank. If it fails on one, all raise Failed: a rank that went on would wait for the others."""
+        """Calls act() on every rank. If it fails on one, all raise Failed: a rank that continued would wait forever."""
         self._step(what)
         result, trouble = None, None
         try:
@@ -187,7 +187,7 @@ class Group:
             trouble = "skipped", str(error)
         except torch.AcceleratorError:
             raise  # the context is lost
-        except Exception as error:  # a peer may raise anything; its row says what
+        except Exception as error:  # a peer may raise anything; its row reports it
             status = "oom" if execute.out_of_memory(error) else "error"
             if status == "oom":
                 torch.cuda.empty_cache()
@@ -236,8 +236,8 @@ class Group:
         }
 
     def _efficiency(self, mine: Sequence[float], samples: Samples, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """T1 / (N · TN), paired by round unless there is one sample of T1 for all; and T1 itself, or why there is
-        none."""
+        """The efficiency T1 / (N · TN), paired by round unless there is only one sample of T1; and T1 itself, or why
+        there is none."""
         alone = samples.slowest.get(ALONE)
         if alone is None:
             return {"efficiency": None, "alone": None, "alone_reason": self.unmeasured[ALONE]}
@@ -252,7 +252,7 @@ class Group:
     def _exposed(
         self, name: str, mine: Sequence[float], samples: Samples, columns: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The time of transfers that is not hidden: what the same takes less without them, paired by round."""
+        """The exposed transfer time: the difference to the variant without transfers, paired by round."""
         local = samples.slowest.get(name + LOCAL)
         if local is None:
             reason = self.unmeasured.get(name + LOCAL, "there is no version of it without transfers")
@@ -263,12 +263,12 @@ class Group:
         }
 
     def _plain(self, name: str) -> dict[str, Any] | None:
-        """The baseline without compression beside which ours stands, and what a GPU sends there."""
+        """The baseline without compression to compare ours with, and the bytes that a GPU sends there."""
         plain = self.sharding.plain(self.case) if name in self.spec.implementations else None
         return plain and {"implementation": plain[0], "link_bytes": plain[1]}
 
     def _model(self, name: str, columns: Mapping[str, Any]) -> dict[str, float] | None:
-        """What the SPEC's model says of one of ours, from T1 and the link as they were measured."""
+        """The prediction of the SPEC's model for one of ours, from the measured T1 and link rate."""
         link = self.limits.link if self.limits else None
         if self.spec.model is None or name not in self.spec.implementations or ALONE not in columns or not link:
             return None
@@ -278,7 +278,7 @@ class Group:
         return {"us": seconds * 1e6, "exposed_us": exposed * 1e6, "efficiency": efficiency}
 
     def _long(self, seconds: float = LONG_CALL) -> bool:
-        """Whether a call takes so long, by its floor."""
+        """Whether a call's floor is longer than `seconds`."""
         least = floor_seconds(self.spec.cost(self.case, self.mode), self.limits).seconds if self.limits else 0.0
         return least > seconds
 

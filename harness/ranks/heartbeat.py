@@ -1,7 +1,7 @@
-"""What each rank is doing, in a file a rank that the launcher reads: a rank that hangs can no longer say so itself.
+"""The current step of each rank, in one file per rank that the launcher reads: a rank that hangs cannot report it.
 
-A rank counts its steps. One that holds up the others has failed alone, has the lowest count, or is not in a call that
-waits as they are: `behind` has it first.
+A rank counts its steps. The one that blocks the others has failed alone, has the lowest count, or is not inside a
+waiting call while they are: `behind` sorts it first.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: asks a rank for the stack of its Python code; it answers even while it waits inside of a library
+#: makes a rank write the stack of its Python code, even while it waits inside a library
 STACK_SIGNAL = signal.SIGUSR1
 #: the last step of every rank, after which its process unloads PyTorch
 END = "end of the process"
-#: a rank that raises exits so much later: where the cause is another rank that died, the launcher sees that one first
+#: delay before a rank that raised exits: if the cause is another rank that died, the launcher sees that one first
 EXIT_DELAY_SECONDS = 0.5
 FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in ')
 WAITING = re.compile(r"\b(wait|synchronize|barrier)\(")
 
 
 class Heartbeat:
-    """A rank's side."""
+    """The side of a rank: writes its steps."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path, self._count, self._doing = _beat_file(folder, rank), 0, "start"
@@ -39,8 +39,8 @@ class Heartbeat:
         self.step(self._doing)
 
     def step(self, doing: str, failed: bool = False) -> None:
-        """The rank begins with this; `failed` where it could not do what the others may still be at. Takes some 50 µs:
-        it stays out of what is timed."""
+        """Notes that the rank begins this step; `failed` if it failed at something that the others may still be doing.
+        Takes about 50 µs, so it is not called in timed code."""
         self._count, self._doing = self._count + 1, doing
         scratch = self._path.with_suffix(".new")
         entry = {"pid": os.getpid(), "count": self._count, "doing": doing, "failed": failed}
@@ -49,7 +49,7 @@ class Heartbeat:
 
     @contextmanager
     def named_if_it_raises(self) -> Iterator[None]:
-        """What is raised becomes part of the step, for the launcher's message."""
+        """Adds an exception to the step, for the launcher's message, and re-raises it."""
         try:
             yield
         except BaseException as error:
@@ -61,7 +61,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Beat:
-    """How far a rank has come; nothing is known of one whose count is 0."""
+    """The progress of a rank; a count of 0 means that nothing is known."""
 
     rank: int
     pid: int = 0
@@ -71,12 +71,12 @@ class Beat:
 
     @property
     def at_work(self) -> bool:
-        """Whether its process has begun and does not end yet."""
+        """Whether its process has begun and is not ending yet."""
         return self.count > 0 and self.doing != END
 
 
 def read(folder: Path, ranks: int) -> list[Beat]:
-    """The latest of every rank."""
+    """The latest beat of every rank."""
     return [_read(folder, rank) for rank in range(ranks)]
 
 
@@ -89,12 +89,12 @@ def _read(folder: Path, rank: int) -> Beat:
 
 
 def behind(folder: Path, beats: list[Beat]) -> list[Beat]:
-    """The ranks from the one that holds up the others to those that are furthest."""
+    """The ranks, from the one that blocks the others to the most advanced."""
     return sorted(beats, key=lambda beat: (not beat.failed, beat.count, _waits(_calls(folder, beat.rank))))
 
 
 def report(folder: Path, beats: list[Beat]) -> str:
-    """A line a rank, in the order of `behind`; with the innermost calls where it was asked for them."""
+    """A line per rank, in the order of `behind`, with the innermost calls if its stack was requested."""
     lines = []
     for beat in behind(folder, beats):
         calls = _calls(folder, beat.rank)

@@ -1,7 +1,7 @@
-"""Starts the ranks through torchrun's elastic launcher, watches over them, and leaves none behind.
+"""Starts the ranks through torchrun's elastic launcher, watches over them, and terminates all of them in the end.
 
-The launcher ends all ranks when one of them ends badly. It does not see one that hangs: the watch does, by the steps
-that the ranks write down (`heartbeat`). It asks each for its stack, then kills them.
+The launcher ends all ranks when one of them fails. It does not detect a rank that hangs. The watchdog does, by the
+steps that the ranks write (`heartbeat`): it requests each rank's stack, then kills them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from . import heartbeat
 from .heartbeat import Beat, Heartbeat
 
-#: no step of any rank for so long means that one hangs
+#: no step of any rank within this time means that one hangs
 TIMEOUT = 300.0
-#: what a process may take until its first step, and after its last: it imports and unloads PyTorch
+#: limit for a process until its first step, and after its last: it imports and unloads PyTorch
 START_SECONDS = 180.0
-#: what the answer to a request for the stack may take
+#: limit for the answer to a request for the stack
 STACK_SECONDS = 0.5
 POLL_SECONDS = 0.1
-#: the variable by which the processes of a launcher are known: its id
+#: the environment variable that identifies the processes of a launcher: its id
 LAUNCHER = "RIDGELINE_LAUNCHER"
-#: Ranks start with these, where they are not set. A pool of threads a rank would fight over the cores, as torchrun has
-#: it. NVLink's multicast stays off: on some hosts it puts GPUs out of service, and figures should not differ by host.
+#: Environment defaults of the ranks. Thread pools of several ranks would compete for the cores, so torchrun sets one
+#: thread too. NVLink multicast stays off: on some hosts it disables GPUs, and figures should not differ by host.
 DEFAULTS = {"OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
@@ -48,7 +48,7 @@ class RanksFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Rank:
-    """What `work` gets in each process: its place among the ranks, its device, and where to say what it does."""
+    """The argument of `work` in each process: its rank, the world size, its device, and its heartbeat."""
 
     rank: int
     size: int
@@ -69,11 +69,11 @@ def launch(
     timeout: float = TIMEOUT,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Runs work(Rank, *arguments) in `size` processes of this host, one a GPU, and returns what each returned.
+    """Runs work(Rank, *arguments) in `size` processes of this host, one per GPU, and returns what each returned.
 
-    `work` and its arguments are pickled. The default process group is there: NCCL for CUDA tensors, gloo for the
-    others. Raises RanksFailed where a rank raised, was killed, or no rank came further for `timeout` seconds;
-    KeyboardInterrupt where the run was interrupted. Either way no process is left.
+    `work` and its arguments are pickled. The default process group is initialised: NCCL for CUDA tensors, gloo for CPU
+    tensors. Raises RanksFailed if a rank raised or was killed, or if no rank made a step for `timeout` seconds;
+    KeyboardInterrupt if the run was interrupted. In either case no process is left.
     """
     before = set(multiprocessing.active_children())
     with tempfile.TemporaryDirectory(prefix="ridgeline-ranks-") as scratch:
@@ -86,7 +86,7 @@ def launch(
             try:
                 results = elastic_launch(config, _process)(scratch, device, timeout, work, arguments)
             except ChildFailedError as error:
-                if error.get_first_failure()[1].exitcode == -signal.SIGINT:  # Ctrl-C reaches the ranks too
+                if error.get_first_failure()[1].exitcode == -signal.SIGINT:  # the ranks receive Ctrl-C too
                     raise KeyboardInterrupt from None
                 raise watch.failed(error) from None
             except SignalException as error:
@@ -97,7 +97,7 @@ def launch(
 
 
 def _config(size: int, logs: str) -> LaunchConfig:
-    """One host, a free port, no second try."""
+    """One host, a free port, no restarts."""
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -113,14 +113,14 @@ def _config(size: int, logs: str) -> LaunchConfig:
 
 
 def _process(scratch: str, device: str, timeout: float, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """One rank, from its first step to the end of its process group."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it even where it waits inside of a library; the launcher tells
+    """Runs one rank, from its first step to the end of its process group."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it even inside a waiting library call; the launcher reports it
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     beat = Heartbeat(Path(scratch), rank)
     with beat.named_if_it_raises():
         chosen = torch.device(device, rank) if device == "cuda" else torch.device(device)
         beat.step("making the process group")
-        # The watch is to be first: it names the step. NCCL and gloo would name a collective.
+        # The watchdog must expire first, since it names the step. NCCL and gloo would only name a collective.
         patience = timedelta(seconds=max(60.0, 4 * timeout))
         if device == "cuda":
             torch.cuda.set_device(chosen)
@@ -136,7 +136,7 @@ def _process(scratch: str, device: str, timeout: float, work: Callable[..., Any]
 
 
 class Watch:
-    """A thread of the launcher that ends a run in which no rank comes further."""
+    """A watchdog thread of the launcher that ends a run in which no rank makes progress."""
 
     def __init__(self, folder: Path, size: int, timeout: float, before: set[Any]) -> None:
         self._folder, self._size, self._timeout, self._before = folder, size, timeout, before
@@ -152,7 +152,7 @@ class Watch:
         self._thread.join()
 
     def failed(self, error: ChildFailedError) -> RanksFailed:
-        """What to raise for what the launcher saw."""
+        """The exception to raise for a failure that the launcher saw."""
         if self._found:
             return RanksFailed(self._found)
         rank, failure = error.get_first_failure()
@@ -203,7 +203,7 @@ def _kill(children: list[Any]) -> None:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Processes that are started inside have these variables."""
+    """Context in which started processes have these environment variables."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -218,7 +218,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """The launcher installs handlers and leaves them."""
+    """Restores the signal handlers that the launcher replaces."""
     before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     try:
         yield

@@ -1,7 +1,7 @@
-"""What the links between the GPUs of a host carry: messages through NCCL, and reads of a peer's memory by copy engine.
+"""Bandwidth of the links between the GPUs of a host: messages through NCCL, and copy-engine reads of a peer's memory.
 
-Ranks stand in a ring, and each exchanges with its neighbours. *one way*: every second rank sends and the one after it
-receives; *both ways*: every rank does both at once. Rates are bytes per second that a rank receives, the slowest's.
+The ranks form a ring, and each exchanges with its neighbours. *one way*: every second rank sends and the next one
+receives; *both ways*: every rank does both at once. Rates are bytes per second that the slowest rank receives.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .launch import Rank
 from .timing import gathered
 
 SIZES = (2**20, 2**24, 2**26, 2**28, 2**30)
-LARGE = (2**28,)  # enough for a ceiling
+LARGE = (2**28,)  # large enough for a ceiling
 REPEATS, CALLS = 7, 4
 
 Transfer = Callable[[], object]
 
 
 def measure(me: Rank, sizes: Sequence[int] = LARGE) -> dict[str, Any]:
-    """What `ceilings.measured` has of links: `link`, the best rate both ways, and `links`, every rate by engine,
-    direction and size. Called by all ranks together."""
+    """The links' part of `ceilings.measured`: `link`, the best rate both ways, and `links`, every rate by engine,
+    direction and size. A collective call."""
     found: dict[str, Any] = {}
     for engine, prepare in (("nccl", _messages), ("peer reads", _peer_reads)):
         me.beat.step(f"links: {engine}")
@@ -45,11 +45,11 @@ def measure(me: Rank, sizes: Sequence[int] = LARGE) -> dict[str, Any]:
 
 
 class Unreachable(Exception):
-    """Why an engine cannot be used here."""
+    """An engine cannot be used here; the message says why."""
 
 
 def _messages(me: Rank, most: int) -> dict[str, Callable[[int], Transfer | None]]:
-    """NCCL's send and receive."""
+    """Transfers by NCCL's send and receive."""
     mine, other = (torch.randint(256, (most,), dtype=torch.uint8, device=me.device) for _ in range(2))
 
     def operations(size: int, sends: bool, receives: bool) -> Transfer | None:
@@ -73,7 +73,7 @@ def _messages(me: Rank, most: int) -> dict[str, Callable[[int], Transfer | None]
 
 
 def _peer_reads(me: Rank, most: int) -> dict[str, Callable[[int], Transfer | None]]:
-    """Copies out of the memory of the rank before, which torch's symmetric memory maps into this process."""
+    """Copies from the memory of the previous rank, which torch's symmetric memory maps into this process."""
     near = (me.rank - 1) % me.size
     if not all(gathered(torch.cuda.can_device_access_peer(me.rank, near), me)):
         raise Unreachable("a GPU cannot read another's memory")
@@ -91,7 +91,7 @@ def _peer_reads(me: Rank, most: int) -> dict[str, Callable[[int], Transfer | Non
 
 
 class _Mapped:
-    """Memory that the next rank reads, and that of a rank before which this one reads."""
+    """Memory that the next rank reads, and the mapping of the previous rank's, which this one reads."""
 
     def __init__(self, device: torch.device, near: int, size: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric
@@ -108,13 +108,13 @@ class _Mapped:
 
 
 def _one_way(me: Rank) -> tuple[bool, bool]:
-    """Whether a rank sends, and whether it receives: of an odd number the last rank does neither."""
+    """Whether a rank sends, and whether it receives: with an odd world size the last rank does neither."""
     sends = me.rank % 2 == 0 and me.rank + 1 < me.size
     return sends, me.rank % 2 == 1
 
 
 def _rate(me: Rank, transfer: Callable[[int], Transfer | None], size: int, direction: str, engine: str) -> float:
-    """Bytes per second: medians of a few transfers back to back, begun together, by the slowest rank."""
+    """Bytes per second of the slowest rank: medians of a few back-to-back transfers that all ranks begin together."""
     me.beat.step(f"links: {engine}, {direction}, {size} bytes")
     run, token, samples = transfer(size), torch.zeros(1, device=me.device), []
     for _ in range(REPEATS):

@@ -1,7 +1,7 @@
 """The bench as one rank runs it: all ranks make the same calls in the same order, the first one writes the record.
 
 A *group* is a case in a mode (`group.py`). Each implementation is checked by all ranks together, then all are timed in
-the same rounds: with them our one-GPU implementation, and what lacks the transfers.
+the same rounds, together with our one-GPU implementation and the variants without transfers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .timing import Clock, gathered
 
 @dataclass(frozen=True)
 class Orders:
-    """What the ranks are to do, pickled: of one kernel the groups by the names of their case and mode."""
+    """The work of the ranks, pickled: one kernel's groups, by the names of their case and mode, and the options."""
 
     load: Callable[[], KernelSpec]
     run_id: str
@@ -42,7 +42,7 @@ class Orders:
 
 
 def bench(me: Rank, orders: Orders) -> int:
-    """All groups of one kernel into its record. Returns how many rows of our own failed."""
+    """Benches all groups of one kernel into its record. Returns how many rows of our own failed."""
     spec = orders.load()
     session = Session(me, orders, spec)
     with record.Writer(orders.path) if me.first else nullcontext() as writer:
@@ -57,7 +57,7 @@ def bench(me: Rank, orders: Orders) -> int:
 
 
 class Session:
-    """What the groups of one call share."""
+    """State that the groups of one invocation share."""
 
     def __init__(self, me: Rank, orders: Orders, spec: KernelSpec, calibrated: bool = True) -> None:
         self.me, self.orders, self.spec = me, orders, spec
@@ -74,7 +74,7 @@ class Session:
         me.beat.step("measuring the ceilings of this GPU")
         here = calibrate.measure(me.device)
         of_all = gathered(here, me)
-        # What is made of all ranks cannot be faster than the slowest of the cards.
+        # A collective operation cannot be faster than the slowest of the cards.
         slowest = {name: min(m[name] for m in of_all) for name in roofline.BANDWIDTHS}
         self.measured = {**of_all[0], **slowest, **links.measure(me)}
         name, key = torch.cuda.get_device_name(me.device), environment.gpu(me.device)["key"]
@@ -85,17 +85,17 @@ class Session:
         self.limits = replace(self.ceilings, bandwidth=fastest)
 
     def described(self) -> dict[str, Any]:
-        """The run line."""
+        """The run line of the record."""
         world = {"world_size": self.me.size}
         ceilings = {"measured": self.measured, "datasheet": self.promised} if self.on_gpu else {}
         return {"environment": environment.capture(self.me.device), "ceilings": ceilings, **world}
 
     def of(self, case: Case, mode: str) -> Group:
-        """A case in a mode, with what it needs of this."""
+        """The Group of a case in a mode."""
         return Group(self.spec, case, mode, self.orders.implementations, self.clock, self.limits)
 
     def group(self, case: Case, mode: str, write: Callable[..., None], progress: Progress) -> int:
-        """One group into the record. Returns how many rows of our own failed."""
+        """Benches one group into the record. Returns how many rows of our own failed."""
         dead = (case.name, mode) in self.orders.died
         if not dead:
             write("start", case=case.name, mode=mode)
@@ -109,7 +109,7 @@ class Session:
 
 
 def check(me: Rank, orders: Orders) -> list[tuple[str, str, str, str, str | None]]:
-    """Correctness alone, as `Group` checks it: (case, mode, implementation, status, reason). Nothing is timed."""
+    """Checks correctness as `Group` does, without timing: (case, mode, implementation, status, reason)."""
     spec = orders.load()
     session = Session(me, orders, spec)
     found = []
@@ -129,7 +129,7 @@ def check(me: Rank, orders: Orders) -> list[tuple[str, str, str, str, str | None
 
 
 def mark(me: Rank, orders: Orders, traces: Path | None) -> list[tuple[str, str, str]]:
-    """A pass for profilers: everything that the bench times once in a range of its name, nothing timed.
+    """Runs everything that the bench times once, in an NVTX range of its name, for profilers. Times nothing.
 
     With `traces` PyTorch's profiler writes `<kernel>-<case>-<mode>-rank<r>.json.gz` there, for Perfetto. Returns the
     range, status and reason of every implementation.

@@ -1,12 +1,13 @@
-"""Time of a call that several ranks make together: the longest of the ranks' own times.
+"""Time of a collective call: the longest of the ranks' own times.
 
 Every rank runs the contenders in the same random order. Before each sample, outside the timed interval, L2 is flushed
-and all ranks meet; their times are exchanged after a whole round.
+and all ranks synchronise; their times are exchanged after a whole round.
 
-cold    on GPUs. CUDA events around the call, on each rank. The ranks meet on the device: an all-reduce of one number is
-        queued before the first event, so that the events of all ranks begin within microseconds of each other. A kernel
-        that only spins goes before it, for as long as the host takes to queue the call: no launch waits for the host.
-wall    on CPUs: wall-clock time after a barrier. It stands for no GPU's.
+cold    on GPUs. CUDA events around the call, on each rank. The ranks synchronise on the device: an all-reduce of one
+        element is queued before the first event, so that the events of all ranks begin within microseconds of each
+        other. A spinning kernel precedes it, for as long as the host takes to queue the call, so that no launch waits
+        for the host.
+wall    on CPUs: wall-clock time after a barrier. It says nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from .launch import Rank
 
 COLD, WALL = "cold", "wall"
 SEED = 20261123
-SPIN_HZ = 2e9  # cycles that torch.cuda._sleep takes a second; at a lower clock it takes longer, which does no harm
+SPIN_HZ = 2e9  # cycles that torch.cuda._sleep takes per second; at a lower clock it only spins longer
 SPIN_SECONDS = (5e-4, 2e-2)
-#: A call of so many seconds needs no second one to warm up, and no A/A pair: it scatters little.
+#: A call of this many seconds needs no second warm-up call, and no A/A pair: its scatter is small.
 LONG_CALL = 0.5
-#: Rounds of so long calls are many minutes: past these seconds this many are enough.
+#: Rounds of such long calls take many minutes: after this many seconds, this number of rounds suffices.
 LONG_ROUNDS, FEWEST_ROUNDS = 10.0, 3
-#: The share of a single sample that the host may take to queue it. It takes more where it compiles.
+#: The largest fraction of a single sample that the host may take to queue it. It takes longer if it compiles.
 HOST_SHARE = 0.02
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call: seconds until it returned and until it was done, and bytes that it took above its inputs."""
+    """One call: seconds until it returned and until it was complete, and bytes that it allocated above its inputs."""
 
     returned: float = 0.0
     took: float = 0.0
@@ -50,8 +51,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Contender:
-    """One thing to be timed. `run` is None on ranks that take no part. `first`: a call that was made of it. `once`: it
-    takes so long that there is one sample of it, behind the rounds of the others, without a warm-up."""
+    """One callable to be timed. `run` is None on ranks that take no part. `first`: its first call, if it was made.
+    `once`: it takes so long that it has only one sample, after the rounds of the others, without a warm-up."""
 
     name: str
     run: Run | None
@@ -61,18 +62,18 @@ class Contender:
 
 @dataclass
 class Samples:
-    """What a group of contenders gave, the same on every rank: µs by contender, of the slowest rank in `slowest`."""
+    """Results of a group of contenders, the same on every rank: µs by contender; `slowest` has the slowest rank's."""
 
     column: str
     stop: str = "rounds"
-    looks: int = 1  # how often sampling could have stopped
+    looks: int = 1  # planned number of looks
     slowest: dict[str, list[float]] = field(default_factory=dict)
     of_ranks: dict[str, list[list[float]]] = field(default_factory=dict)
     clocks: dict[str, Any] = field(default_factory=dict)
-    peaks: dict[str, list[int]] = field(default_factory=dict)  # bytes that a call takes above its inputs, of each rank
+    peaks: dict[str, list[int]] = field(default_factory=dict)  # peak bytes of a call above its inputs, of each rank
 
     def add(self, names: Sequence[str], times: Sequence[Sequence[float]]) -> None:
-        """One round: the times of each rank in the order of `names`."""
+        """Adds one round: the times of each rank in the order of `names`."""
         for place, name in enumerate(names):
             of_ranks = [rank[place] for rank in times]
             self.slowest.setdefault(name, []).append(max(of_ranks))
@@ -85,12 +86,12 @@ class Samples:
         return {name: stats.column(samples, self.stop, self.looks) for name, samples in self.slowest.items()}
 
     def medians_of_ranks(self, name: str) -> list[float]:
-        """µs of each rank."""
+        """The median µs of each rank."""
         return [stats.quantile(sorted(samples), 0.5) for samples in self.of_ranks[name]]
 
 
 class Clock:
-    """One for each rank; all ranks must make the same calls."""
+    """The clock of one rank. Its methods are collective: all ranks must make the same calls."""
 
     def __init__(self, rank: Rank, budget: Budget) -> None:
         self.rank, self.budget = rank, budget
@@ -104,7 +105,7 @@ class Clock:
         self._peaks: dict[str, int] = {}
 
     def measure(self, contenders: Sequence[Contender], label: str) -> Samples:
-        """Warms up, then takes samples until all medians are known well enough, or for as long as the budget says."""
+        """Warms up, then samples until all intervals are narrow enough, or for as long as the budget allows."""
         found = Samples(COLD if self.on_gpu else WALL, looks=len(self.budget.looks))
         self._peaks.clear()
         repeated = [c for c in contenders if not c.once]
@@ -123,7 +124,7 @@ class Clock:
             found.add(names, [row[:-1] for row in rows])
             if self.on_gpu:
                 readings.append(worst(self._monitor.readings[-len(repeated) :]))
-            # What rank 0's clock says holds for all: they must stop after the same round.
+            # Rank 0's clock decides for all: they must stop after the same round.
             if stop := self._stop(found, index + 1, rows[0][-1]):
                 found.stop = stop
                 break
@@ -137,8 +138,8 @@ class Clock:
         return found
 
     def warm_up(self, contender: Contender, step: str) -> float:
-        """Calls it twice, once where that takes long; its first call is one of them. Returns how long the device is to
-        spin, in seconds, so that it does not wait for the host."""
+        """Calls it twice, or once if that takes long; its first call counts. Returns how many seconds the device is to
+        spin, so that it does not wait for the host."""
         call = contender.first or self._warm_call(contender, step)
         if max(row[0] for row in self._exchange([call.took])) < LONG_CALL:
             call = self._warm_call(contender, step)
@@ -152,7 +153,7 @@ class Clock:
         return self.call(contender.run)
 
     def call(self, run: Run | None) -> Call:
-        """Calls it on this rank and waits for its end."""
+        """Calls it on this rank and waits for its completion."""
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         before, begin = self._allocated(), time.perf_counter()
@@ -164,7 +165,7 @@ class Clock:
         return Call(returned, time.perf_counter() - begin, peak)
 
     def _once(self, contender: Contender, step: str) -> list[list[float]]:
-        """µs of one call on each rank: of the first one, or of a second one where the host was slow to queue it."""
+        """µs of one call on each rank: of the first one, or of a second one if the host was slow to queue the first."""
         found: list[list[float]] = []
         for _ in range(2):
             self.rank.beat.step(step)
@@ -192,7 +193,7 @@ class Clock:
         return torch.cuda.memory_allocated() if self.on_gpu else 0
 
     def _sample(self, run: Callable[[], object] | None, spin: float) -> float:
-        """µs on this rank; nought where it takes no part."""
+        """µs on this rank; 0 if it takes no part."""
         if not self.on_gpu:
             self.meet()
             begin = time.perf_counter()
@@ -208,7 +209,7 @@ class Clock:
             run()
         stop.record()
         self._monitor.read()
-        torch.cuda.synchronize()  # what ran on other streams too: it must not reach into the next sample
+        torch.cuda.synchronize()  # also other streams, whose work must not overlap the next sample
         return start.elapsed_time(stop) * 1e3 if run is not None else 0.0
 
     def _stop(self, found: Samples, rounds: int, elapsed: float) -> str | None:
@@ -218,7 +219,7 @@ class Clock:
         return self.budget.done(rounds, elapsed, found.slowest.values())
 
     def meet(self) -> None:
-        """Returns when all ranks have called it."""
+        """A barrier: returns when all ranks have called it."""
         if self.on_gpu:
             distributed.all_reduce(self._token)
             torch.cuda.synchronize()
@@ -237,7 +238,7 @@ class Clock:
         return [row.tolist() for row in rows]
 
     def _clocks(self, column: str, readings: Sequence[Reading]) -> dict[str, Any]:
-        """The `clocks` of a row, over all ranks; `readings` are of this rank, one a round."""
+        """The `clocks` of a row, over all ranks; `readings` are of this rank, one per round."""
         if not self.on_gpu:
             return {}
         rounds = [worst(of_ranks) for of_ranks in zip(*gathered(list(readings), self.rank), strict=True)]
@@ -245,14 +246,14 @@ class Clock:
 
 
 def gathered(mine: Any, rank: Rank) -> list[Any]:
-    """What each rank has."""
+    """Gathers each rank's value, on every rank."""
     found: list[Any] = [None] * rank.size
     distributed.all_gather_object(found, mine)
     return found
 
 
 def merged(clocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One `clocks` object for those of several GPUs."""
+    """Combines the `clocks` objects of several GPUs into one."""
 
     def span(name: str) -> list[float]:
         return [min(c[name][0] for c in clocks), max(c[name][1] for c in clocks)]

@@ -1,1 +1,1 @@
-"""From records to pages: what `report` and `compare` are made of. Imports no torch."""
+"""From records to pages: the parts of `report` and `compare`. Imports no torch."""

@@ -1,4 +1,4 @@
-"""In how many cases ours is faster or slower than the fastest peer, and which peers those are."""
+"""The number of cases in which ours is faster or slower than the fastest peer, and which peers those are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _row(group: aggregates.Group) -> list[object]:
 
 
 def _by_peer(speedups: Sequence[Speedup]) -> list[str]:
-    """'fa4 in 8: 0.998× to 1.13×', the peer that is the fastest most often first."""
+    """'fa4 in 8: 0.998× to 1.13×', the most frequent fastest peer first."""
     medians: dict[str, list[float]] = {}
     for speedup in speedups:
         medians.setdefault(speedup.peer, []).append(speedup.median)

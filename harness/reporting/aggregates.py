@@ -1,10 +1,10 @@
-"""Means over the cases of a kernel, and which cases they leave out for what reason.
+"""Means over the cases of a kernel, and which cases they exclude for what reason.
 
-A mean is of one kernel in one mode and one precision: cases computed in fp8 are not averaged with those in 16 or 32
-bits. It is geometric. Out of it stay the cases whose figure the harness doubts (`flags.py`), those in which a peer that
-takes them failed, and those that no library takes. A kernel that has no library at all is averaged over torch.compile.
-Where the GPU throttled in some rounds, and that is all there is to doubt, the ratio of the others counts, if it is as
-steady as any that counts.
+A mean is over one kernel in one mode and one precision: fp8 cases are not averaged with those in 16 or 32 bits. It is
+geometric. It excludes cases whose figure the harness doubts (`flags.py`), those in which a peer that supports them
+failed, and those that no library supports. A kernel without any library is averaged over torch.compile.
+If the only doubt is that the GPU throttled in some rounds, the ratio over the other rounds counts, provided that its
+interval is as narrow as required of any ratio.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .findings import Finding, Speedup, geometric_mean, is_pytorch
 FP8 = "fp8"
 NOT_MEASURED, NO_LIBRARY, NO_PEER = "ours was not measured", "no library supports it", "no peer was measured"
 OVER_COMPILE = "torch.compile is the fastest peer, and no library but PyTorch supports it"
-#: what the reason of a peer's row says where it is not there (`execute.load`)
+#: part of the reason in a peer's row if it is not installed (`execute.load`)
 ABSENT = "is not installed"
-MANY_GROUPS = 2  # of which a caption names each
+MANY_GROUPS = 2  # up to which a caption names each
 LEFT_OUT_HEAD = ("kernel", "mode", "excluded from the mean over the best peer because", ">cases", "which")
 
 
 @dataclass(frozen=True)
 class Mean:
-    """The speed-ups of the cases that are included, of `cases` in all; the reasons for excluding the others, by case;
+    """The speed-ups of the included cases, out of `cases`, and the reasons for excluding the others, by case.
     `unthrottled`: the cases included with the ratio over their unthrottled rounds. `library`: whether the speed-ups are
     over libraries or, if there are none, over torch.compile."""
 
@@ -51,7 +51,7 @@ class Mean:
         return f"**{mean}** ({md.times(min(self.values))} to {md.times(max(self.values))}){only}"
 
     def by_reason(self) -> dict[str, list[str]]:
-        """The cases left out by their reasons."""
+        """The excluded cases by their reasons."""
         found: dict[str, list[str]] = {}
         for case, reasons in self.left_out.items():
             found.setdefault("; ".join(reasons), []).append(case)
@@ -73,7 +73,7 @@ class Group:
         return f"{self.kernel} {self.mode}" + (f" in {self.precision}" if self.precision else "")
 
     def over_best_peer(self) -> Mean:
-        """Over the fastest peer of the same run."""
+        """The mean over the fastest peer of the same run."""
         library = any(_library(finding) for finding in self.found)
         other = any(s.other_library for finding in self.found for s in finding.speedups)
 
@@ -89,7 +89,7 @@ class Group:
         return _mean(self.found, lambda finding: finding.over_best_peer, reasons, library)
 
     def over_pytorch(self) -> Mean:
-        """Over what a PyTorch user would write."""
+        """The mean over what a PyTorch user would write."""
 
         def reasons(finding: Finding, speedup: Speedup | None) -> list[str]:
             return _reasons(finding, speedup, [row for row in finding.failed if is_pytorch(row)])
@@ -98,7 +98,7 @@ class Group:
 
 
 def groups(found: Sequence[Finding]) -> list[Group]:
-    """By kernel, mode and precision, in the order of the findings. The precision is that of most of our FLOPs."""
+    """Groups by kernel, mode and precision, in the order of findings. The precision is that of most of our FLOPs."""
     cases: dict[tuple[str, str, str | None], list[Finding]] = {}
     for finding in found:
         precision = FP8 if finding.cost.main_pipe == FP8 else None
@@ -107,7 +107,7 @@ def groups(found: Sequence[Finding]) -> list[Group]:
 
 
 def left_out(found: Sequence[Finding]) -> list[str]:
-    """A table of all cases that are in no mean over the best peer, with the reason of each."""
+    """A table of all cases that are in no mean over the best peer, with the reason for each."""
     rows = [
         [group.kernel, group.mode, reason, len(cases), ", ".join(cases)]
         for group in groups(found)
@@ -117,7 +117,7 @@ def left_out(found: Sequence[Finding]) -> list[str]:
 
 
 def captions(found: Sequence[Finding]) -> list[str]:
-    """The same in a few lines: a list item for each reason, with how many cases of which kernel."""
+    """The same as `left_out` in a few lines: a list item for each reason, with the number of cases by kernel."""
     counts: dict[str, dict[str, int]] = {}
     for group in groups(found):
         for reasons in group.over_best_peer().left_out.values():
@@ -131,14 +131,15 @@ def captions(found: Sequence[Finding]) -> list[str]:
 
 
 def unthrottled(found: Sequence[Finding]) -> str | None:
-    """How many cases of which kernel are included with the ratio over their unthrottled rounds, or None."""
+    """The number of cases by kernel that are included with the ratio over their unthrottled rounds, or None."""
     counts = [(group.name, len(group.over_best_peer().unthrottled)) for group in groups(found)]
     said = ", ".join(f"{count} of {name}" for name, count in counts if count)
     return f"Included with the ratio over their unthrottled rounds only: {said}." if said else None
 
 
 def absent(found: Sequence[Finding]) -> list[str]:
-    """A list item for each peer that was not installed, which a comparison lacks: how many cases of which kernel."""
+    """A list item for each peer that was not installed and is missing in comparisons, with the number of cases by
+    kernel."""
     counts: dict[str, dict[str, int]] = {}
     for group in groups(found):
         for row in (row for finding in group.found for row in finding.rows):
@@ -152,8 +153,8 @@ def absent(found: Sequence[Finding]) -> list[str]:
 
 
 def newer(found: Sequence[Finding]) -> list[str]:
-    """A list item for each peer that is declared for a kernel today and was not in the run of a case, as one that was
-    entered after that was measured: how many cases of which kernel or, where they are many, of how many."""
+    """A list item for each peer that is declared for a kernel now but was not in the run of a case, e.g. because it was
+    added later: the number of cases by group or, if there are many, in total with the number of kernels."""
     counts: dict[str, dict[str, int]] = {}
     for group in groups(found):
         for name in (name for finding in group.found for name in finding.absent):
@@ -170,12 +171,12 @@ def newer(found: Sequence[Finding]) -> list[str]:
 
 
 def _library(finding: Finding) -> bool:
-    """Whether a case is held against a kernel that somebody wrote."""
+    """Whether a case is compared with a hand-written kernel of a library."""
     return any(speedup.library for speedup in finding.speedups)
 
 
 def _over_compile(finding: Finding) -> bool:
-    """Whether torch.compile is the best peer, and no library but PyTorch takes the case."""
+    """Whether torch.compile is the best peer, and no library except PyTorch supports the case."""
     best = finding.over_best_peer
     return best is not None and not best.library and not any(s.other_library for s in finding.speedups)
 

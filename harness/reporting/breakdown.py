@@ -1,6 +1,6 @@
-"""What a case's time consists of: its stages, each measured by itself, and what each part of ours brings to the whole.
+"""The breakdown of a case's time: its stages, each timed separately, and an ablation of the parts of ours.
 
-Both are of SPECs that declare them (`KernelSpec.stages`, `KernelSpec.ablation`); the pages of others have neither.
+Only SPECs that declare them have these sections (`KernelSpec.stages`, `KernelSpec.ablation`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ABLATION_HEAD = ("what runs", "implementation", ">launched one by one", ">in one
 
 
 def stages(found: Sequence[Finding]) -> list[str]:
-    """The section of the time by stage; nothing where none was measured."""
+    """The section on the time by stage; empty if none was measured."""
     rows = [(finding, row) for finding in found for row in finding.rows if row.ok and row.get("stages_us")]
     if not rows:
         return []
@@ -48,7 +48,7 @@ def _stages(finding: Finding, row: Row, names: Sequence[str]) -> list[object]:
 
 
 def ablation(found: Sequence[Finding]) -> list[str]:
-    """The section of what each part brings, a table for each case; nothing where no row belongs to one."""
+    """The ablation section, a table for each case; empty if no row belongs to one."""
     lines: list[str] = []
     for finding in found:
         rows = [row for row in finding.rows if row.ok and row.get("ablation")]
@@ -59,12 +59,12 @@ def ablation(found: Sequence[Finding]) -> list[str]:
 
 
 def _whole(rows: Sequence[Row]) -> Row | None:
-    """Ours as it is: the first of our implementations."""
+    """Ours in full: the first of our implementations."""
     return next((row for row in rows if row.ours), None)
 
 
 def _ordered(rows: Sequence[Row]) -> list[Row]:
-    """Peers, then ours with a part exchanged, then ours."""
+    """Peers, then ours with one part replaced, then ours in full."""
     whole = _whole(rows)
     return sorted(rows, key=lambda row: (row.ours, row is whole))
 

@@ -1,4 +1,4 @@
-"""What ncu says of a whole step: its launches by stage, and those of one kernel in a stage together."""
+"""ncu's figures of a whole step: launches by stage, and the launches of one kernel in a stage combined."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TEXT = (
 
 
 def staged(launches: Sequence[Launch]) -> bool:
-    """Whether any launch says its stage."""
+    """Whether any launch has a stage."""
     return any(launch.get("stage") for launch in launches)
 
 
 def cells(launches: Sequence[Launch]) -> list[list[object]]:
-    """Under HEAD: a line for each stage in the order in which they begin, what is of none last."""
+    """Rows under HEAD: one for each stage in order of first launch; launches without a stage come last."""
     found: dict[str, list[Launch]] = {}
     for launch in launches:
         found.setdefault(launch.get("stage") or REST, []).append(launch)
@@ -47,9 +47,9 @@ def _cells(stage: str, launches: Sequence[Launch], whole: float | None) -> list[
 
 
 def grouped(launches: Sequence[Launch]) -> list[dict[str, Any]]:
-    """The launches of a whole step, those of a kernel in a stage as one, longest first: "launches" is their number,
-    durations and bytes are summed, percentages are means over time; of registers and shared memory the most. Of a call
-    without stages the launches as they are."""
+    """The launches of a whole step, with those of one kernel in one stage combined, longest first: "launches" is their
+    number, durations and bytes are summed, percentages are means weighted by time, registers and shared memory are
+    maxima. Without stages the launches are returned unchanged."""
     if not staged(launches):
         return [dict(launch) for launch in launches]
     found: dict[tuple[str, str], list[Launch]] = {}
@@ -76,7 +76,7 @@ def _sum(launches: Sequence[Launch], name: str) -> float | None:
 
 
 def _mean(launches: Sequence[Launch], name: str) -> float | None:
-    """Over time."""
+    """The mean weighted by duration."""
     known = [(launch["duration_us"], launch[name]) for launch in launches]
     if any(duration is None or value is None for duration, value in known):
         return None

@@ -1,7 +1,7 @@
-"""The page that sets the reports of two cards side by side: the cases that were measured on both.
+"""The page that compares the reports of two cards, over the cases that were measured on both.
 
-Cards are compared in pairs, among those with the same number of GPUs. A case counts as the same where its name, sizes,
-dtype, options and compulsory work are.
+Cards are compared in pairs with the same number of GPUs. Two cases are the same if their name, sizes, dtype, options
+and compulsory work are equal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DIFFERENT = "declared differently"
 
 @dataclass(frozen=True)
 class Card:
-    """What a folder of reports/ holds. `name` is the folder's, `gpu` as in `pages`: 'one NVIDIA H200'."""
+    """The contents of a folder of reports/. `name` is the folder's, `gpu` as in `pages`: 'one NVIDIA H200'."""
 
     name: str
     gpu: str
@@ -53,7 +53,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Both:
-    """A case on two cards, each in the same column."""
+    """A case on two cards, in the same column."""
 
     first: Finding
     second: Finding
@@ -69,20 +69,20 @@ class Both:
         return first.seconds(self.first.column) / second.seconds(self.second.column)
 
     def doubts(self) -> list[str]:
-        """Why it stays out of a mean of ratios."""
+        """Why the case is excluded from a mean of ratios."""
         found = [flag for finding, row in zip((self.first, self.second), self.rows, strict=True)
                  for flag in flags.of_row(finding, row)]  # fmt: skip
         return list(dict.fromkeys(flag.word for flag in found))
 
 
 def pairs(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
-    """The cards that can be compared: GPUs, and as many of them."""
+    """The pairs of cards that can be compared: GPUs, and the same number of them."""
     known = sorted((card for card in cards if card.runs[0].gpu.get("capability")), key=lambda card: card.name)
     return [(a, b) for a, b in itertools.combinations(known, 2) if a.world_size == b.world_size and a.gpu != b.gpu]
 
 
 def page(cards: Sequence[Card]) -> list[str]:
-    """The lines of the page; none where there are no two cards to compare."""
+    """The lines of the page; none if there are no two cards to compare."""
     found = pairs(cards)
     if not found:
         return []
@@ -110,7 +110,7 @@ def _pair(first: Card, second: Card) -> list[str]:
 
 
 def matched(first: Card, second: Card) -> tuple[list[Both], dict[tuple[str, str, str], list[str]]]:
-    """The cases on both cards, and the others by kernel, mode and reason."""
+    """The cases on both cards, and all others by kernel, mode and reason."""
     sides = [{(f.kernel, f.case, f.mode): f for f in card.found} for card in (first, second)]
     both: list[Both] = []
     missing: dict[tuple[str, str, str], list[str]] = {}
@@ -137,7 +137,7 @@ def _declared(finding: Finding) -> tuple[Any, ...]:
 
 
 def _in_one_column(a: Finding, b: Finding) -> Both | None:
-    """None where there is no column that both have."""
+    """The case in a column that both cards have; None if there is none."""
     if a.column != b.column:
         a, b = replace(a, column=COLD), replace(b, column=COLD)
     found = Both(a, b)

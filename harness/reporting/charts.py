@@ -1,7 +1,7 @@
-"""What the charts of a report have in common, and the chart of a kernel's implementations; written as SVG.
+"""Common parts of a report's charts, and the chart of a kernel's implementations; written as SVG.
 
-They have a white background, so that they read the same on a light and on a dark page. Each implementation has a mark
-of its own and a colour that colour-blind readers can tell apart (after Okabe and Ito); ours is the one strong blue. The
+They have a white background, so that they look the same on a light and on a dark page. Each implementation has its own
+marker and a colour that colour-blind readers can distinguish (after Okabe and Ito); ours is the one saturated blue. The
 same records give the same bytes: ids come from a fixed salt and no date is written.
 """
 
@@ -56,15 +56,15 @@ STYLE: Any = {
     "savefig.facecolor": "white",
 }
 
-#: inches: the width of every chart, and of one line of a chart of points
+#: inches: the width of every chart, and the height of one row of a chart of points
 WIDTH, LINE = 10.5, 0.27
-#: how far points are moved off the middle of their line where they would hide each other, in lines
+#: vertical offsets, in rows, of points that would hide each other
 LEVELS = (0.0, 0.27, -0.27)
 
 
 @dataclass(frozen=True)
 class Look:
-    """Colour, mark and size of an implementation, the same in all charts of its kernel. A yardstick's is hollow."""
+    """Colour, marker and size of an implementation, the same in all charts of its kernel. A yardstick's is hollow."""
 
     colour: str
     mark: str
@@ -93,7 +93,7 @@ def available() -> bool:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes SVG, or what the suffix says; without a date or a version in it."""
+    """Writes SVG, or the format of the suffix, without a date or a version in it."""
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def looks(findings: Sequence[Finding]) -> dict[str, Look]:
-    """Colour and mark of each implementation of a kernel: ours first, in the record's order, then peers, then
+    """Colour and marker of each implementation of a kernel: ours first, in the record's order, then peers, then
     yardsticks."""
     rows = [row for finding in findings for row in finding.rows]
     ours = dict.fromkeys(row.implementation for row in rows if row.ours)
@@ -117,7 +117,7 @@ def looks(findings: Sequence[Finding]) -> dict[str, Look]:
 
 
 def peers(findings: Sequence[Finding], mode: str, gpu: str) -> Figure:
-    """One mode of a kernel: a line for each case, on it a point for each implementation at its share of the roofline.
+    """One mode of a kernel: a row for each case, in it a point for each implementation at its share of the roofline.
 
     `findings` are those of all modes, so that an implementation looks the same in each chart of the kernel.
     """
@@ -139,7 +139,7 @@ def peers(findings: Sequence[Finding], mode: str, gpu: str) -> Figure:
 
 
 def _lines(axes: Axes, shown: Sequence[Finding]) -> None:
-    """The axes: a line from the lowest to the highest point of each case, and the ceiling."""
+    """Draws the axes: a line from the lowest to the highest point of each case, and the ceiling."""
     shares = [list(finding.shares().values()) for finding in shown]
     places = range(len(shown))
     axes.hlines(places, [min(s) for s in shares], [max(s) for s in shares], color=GRID, lw=2.2, zorder=1)
@@ -152,12 +152,12 @@ def _lines(axes: Axes, shown: Sequence[Finding]) -> None:
 
 
 def case_label(finding: Finding) -> str:
-    """The case, and the column where that is not the cold one."""
+    """The case, and the column if that is not the cold one."""
     return finding.case if finding.column == "cold" else f"{finding.case} ({finding.column})"
 
 
 def _points(axes: Axes, shown: Sequence[Finding], looks: dict[str, Look]) -> None:
-    """One series for each implementation; ours last, so that nothing hides it."""
+    """Draws one series for each implementation; ours last, so that nothing hides it."""
     series: dict[str, tuple[list[float], list[float]]] = {}
     low, high = axes.get_xlim()
     for at, finding in enumerate(shown):
@@ -176,7 +176,7 @@ def _marker(look: Look) -> dict[str, Any]:
 
 
 def spread(shares: dict[str, float], width: float, order: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """(share, level) by name: points nearer than `width` to each other go to different levels, while there are levels.
+    """(share, level) by name: points closer than `width` go to different levels, as long as there are levels.
 
     Names that come first in `order` keep the middle.
     """
@@ -193,7 +193,7 @@ def spread(shares: dict[str, float], width: float, order: Sequence[str]) -> dict
 
 
 def _margin(axes: Axes, shown: Sequence[Finding]) -> None:
-    """Right of the axes: our time, the speed-up over the best peer, and which that is."""
+    """Writes on the right of the axes: our time, the speed-up over the best peer, and which that is."""
 
     def write(line: float, points: float, text: str, **look: Any) -> None:
         place: Any = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
@@ -213,7 +213,7 @@ def _margin(axes: Axes, shown: Sequence[Finding]) -> None:
 
 
 def _legend(figure: Figure, shown: Sequence[Finding], looks: dict[str, Look]) -> None:
-    """Implementations with a point in this chart, and the ceiling, below the axes."""
+    """Draws the legend below the axes: implementations with a point in this chart, and the ceiling."""
     from matplotlib.lines import Line2D
 
     rows = {row.implementation: row for finding in shown for row in finding.rows}

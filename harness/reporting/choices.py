@@ -1,4 +1,4 @@
-"""What a kernel picks by itself against the best of all candidates, from what `tune` has measured."""
+"""A kernel's picked configuration compared with the best of all candidates, from the results of `tune`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEAD = ("mode", "case", ">candidates", ">picked", ">best", ">slower by", "picked
 
 
 def cells(row: Mapping[str, Any]) -> list[object]:
-    """One case under HEAD. Times are medians; candidates that failed have none."""
+    """The row of one case under HEAD. Times are medians; candidates that failed have none."""
     timed = [candidate for candidate in row["candidates"] if candidate["median_us"] is not None]
     best = min(timed, key=lambda candidate: candidate["median_us"])
     return [
@@ -45,7 +45,7 @@ def section(document: Mapping[str, Any]) -> list[str]:
 
 
 def short(config: Any) -> str:
-    """A configuration in a few words: `block_m=64 num_warps=4`, `split 8`."""
+    """A short text for a configuration: `block_m=64 num_warps=4`, `split 8`."""
     if isinstance(config, Mapping):
         return " ".join(f"{name}={value}" for name, value in config.items())
     return " ".join(map(str, config)) if isinstance(config, list | tuple) else str(config)

@@ -1,4 +1,4 @@
-"""The tables that a bench prints: times of every implementation, and their memory. From rows of the record alone."""
+"""The tables that a bench prints: times of every implementation, and their memory. Made from the record's rows only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def times_head(against: str | None) -> tuple[str, ...]:
 
 def times(rows: Sequence[Data], against: str | None) -> list[list[str]]:
     """A line for each row: µs, the speed-up over the implementation `against` with its interval, GB/s or TFLOP/s, and
-    what is to be said of it."""
+    remarks."""
     lines = []
     for row in rows:
         column = (row.get("columns") or {}).get(row.get("headline")) or {}
@@ -49,7 +49,7 @@ def over(row: Data, against: str | None) -> str:
 
 
 def throughput(row: Data, column: Data) -> str:
-    """Of the compulsory work: TFLOP/s where a pipe limits it on a GPU such as an H200, else GB/s."""
+    """Throughput of the compulsory work: TFLOP/s if a pipe limits it on a GPU such as an H200, else GB/s."""
     cost = roofline.Cost.from_record(row["cost"])
     if not column.get("median_us") or not (cost.bytes or cost.total_flops):
         return md.NONE
@@ -58,7 +58,7 @@ def throughput(row: Data, column: Data) -> str:
 
 
 def memory(rows: Sequence[Data]) -> list[list[str]]:
-    """A line for each row that was measured; shares are those of the first of ours in its case and mode."""
+    """A line for each row that was measured; ratios are to the first of ours in its case and mode."""
     groups: dict[tuple[str, str], list[Data]] = {}
     for row in rows:
         if row.get("peak_memory_bytes") is not None or row.get("growth_bytes") is not None:
@@ -67,7 +67,7 @@ def memory(rows: Sequence[Data]) -> list[list[str]]:
 
 
 def titles(title: str, rows: Sequence[Data]) -> tuple[str, str]:
-    """Of the table of times, and of that of memory. Wall-clock times are called that."""
+    """The titles of the tables of times and of memory. Wall-clock times are named as such."""
     wall = any(row.get("timer") == "wall" for row in rows)
     of_times = f"{title}: wall-clock time on the CPU, µs" if wall else f"{title}: device time, µs"
     of_memory = "memory of the process beyond the inputs" if wall else "memory beyond the inputs"

@@ -1,4 +1,4 @@
-"""Which peers a bench.py declares, read from its source: a report is made where torch is not installed."""
+"""The peers that a bench.py declares, read from its source, since reports are made where torch is not installed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from functools import cache
 
 from ..registry import COLLECTIONS, ROOT
 
-#: the baselines that are made from the reference, but for eager, which is no peer
+#: the baselines made from the reference, except eager, which is no peer
 FROM_REFERENCE = {"COMPILED": "compile", "COMPILED_MAX": "compile-max"}
 
 
 @cache
 def peers(kernel: str) -> tuple[str, ...]:
-    """Their names, in the order of the source; none for a kernel that is not in the checkout. A name that is put
-    together when the file runs is left out."""
+    """The peers' names, in the order of the source; none for a kernel that is not in the checkout. A name that is
+    computed when the file runs is left out."""
     files = [file for kind in COLLECTIONS if (file := ROOT / kind / kernel / "bench.py").is_file()]
     found: dict[str, None] = {}
     for node in (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
@@ -24,7 +24,7 @@ def peers(kernel: str) -> tuple[str, ...]:
 
 
 def _of_call(node: ast.Call) -> list[str]:
-    """The name of a Peer(...), or those that a KernelSpec(...) takes from the reference."""
+    """The name of a Peer(...), or the names of the baselines from the reference in a KernelSpec(...)."""
     if not isinstance(node.func, ast.Name):
         return []
     if node.func.id == "Peer" and node.args and isinstance(node.args[0], ast.Constant):

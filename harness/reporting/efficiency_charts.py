@@ -1,4 +1,4 @@
-"""The chart of several GPUs: efficiency against our own one-GPU kernel, over the length of the problem."""
+"""The chart of several GPUs: efficiency relative to our one-GPU kernel, over the length of the problem."""
 
 from __future__ import annotations
 

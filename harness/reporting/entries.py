@@ -1,4 +1,4 @@
-"""What the lines of a record mean once they are joined: runs, rows, and which rows count."""
+"""The lines of a record as objects: runs, rows, and which rows are current."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 #: a case and a mode
 Group = tuple[str, str]
 
-#: how the modes of host time begin, and how those under torch.compile end
+#: prefix of the modes of host time, and suffix of those under torch.compile
 HOST, HOST_COMPILED = "host-", "-compiled"
 
 
@@ -26,19 +26,19 @@ def of_several(folder: str, world_size: int) -> str:
 
 @dataclass
 class Run:
-    """One bench of a kernel: its first line, and what followed."""
+    """One bench of a kernel: its run line, and the progress since."""
 
     data: Mapping[str, Any]
     starts: list[Group] = field(default_factory=list)
     stop: str | None = None
-    #: groups after which the bench went on (another start) or came to its end
+    #: groups after which the bench continued (another start) or ended
     closed: set[Group] = field(default_factory=set)
     #: groups that have at least one row
     written: set[Group] = field(default_factory=set)
 
     @property
     def died(self) -> bool:
-        """Whether it came neither to its end nor to an interruption: the process is gone, or one of its ranks is."""
+        """Whether it was neither completed nor interrupted: the process died, or one of its ranks did."""
         return self.stop is None or self.stop.startswith("failed")
 
     @property
@@ -67,7 +67,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """How many GPUs it took."""
+        """The number of GPUs that it used."""
         return int(self.data.get("world_size") or 1)
 
     @property
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def gpu_folder(self) -> str:
-        """Name of the report's folder: the key of the table, or the device's name where it is not in it."""
+        """Name of the report's folder: the key in the table, or the device's name if it is not in it."""
         name = str(self.gpu.get("key") or slug(str(self.gpu.get("name") or "cpu")))
         return of_several(name, self.world_size)
 
@@ -146,7 +146,7 @@ class Row:
         return self.data.get("headline")
 
     def column(self, name: str | None = None) -> Mapping[str, Any] | None:
-        """The column of that name, by default the headline; None where it was not measured."""
+        """The column of that name, by default the headline; None if it was not measured."""
         column = (self.data.get("columns") or {}).get(name or self.headline)
         return column if column and column.get("median_us") else None
 
@@ -160,7 +160,7 @@ class Row:
 
 @dataclass
 class Records:
-    """What a set of files holds. `rows` are those that count; `superseded` were measured again later."""
+    """The contents of a set of files. `rows` are current; `superseded` were measured again later."""
 
     runs: dict[str, Run] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
@@ -170,7 +170,7 @@ class Records:
         return sorted({row.kernel for row in self.rows})
 
     def used_runs(self) -> list[Run]:
-        """The runs that at least one counting row came from, oldest first."""
+        """The runs of at least one current row, oldest first."""
         used = {row.run.id for row in self.rows}
         return [run for run in self.runs.values() if run.id in used]
 

@@ -1,6 +1,6 @@
-"""What the records say of each case and mode: our best implementation, its best peer, its distance from the roofline.
+"""The results of each case and mode: our best implementation, its best peer, its distance from the roofline.
 
-Pages, charts and the README block all draw on these, so that a figure is computed in one place.
+Pages, charts and the README block all use these, so that each figure is computed in one place.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ..roofline import HOST, LINK, MEMORY, Ceilings, Cost, floor_seconds, percen
 from . import declared
 from .entries import Records, Row, Run
 
-#: the reference, and what torch.compile makes of it
+#: the reference, and the reference under torch.compile
 EAGER, COMPILES = "eager", ("compile", "compile-max")
-#: the implementation of a call that names none
+#: the implementation of a call that does not select one
 DEFAULT = "auto"
-#: What a PyTorch user would write, in records whose rows do not say so themselves.
+#: Names of what a PyTorch user would write, for records whose rows do not say so themselves.
 PYTORCH = frozenset({"torch", "fused", "sdpa-flash", "cudnn", "all-reduce"})
-#: A peer of that status was to run and did not: the others are not the best that there is.
+#: A peer with one of these statuses should have run and failed, so the best of the others may not be the best peer.
 FAILED = frozenset({"error", "oom", "crashed", "wrong", "over-roofline"})
 #: the order in which modes are shown; others follow
 MODES = ("fwd", "bwd", "fwd+bwd", "step", "train")
@@ -28,8 +28,8 @@ MODES = ("fwd", "bwd", "fwd+bwd", "step", "train")
 
 @dataclass(frozen=True)
 class Speedup:
-    """Time of `peer` over ours, paired by round. `row` is the peer's, where there is one. `unthrottled` is that of the
-    rounds in which the GPU did not throttle, where there were others: median, interval and number of rounds."""
+    """Time of `peer` over ours, paired by round. `row` is the peer's, if there is one. `unthrottled` is the same over
+    the rounds without throttling, if there were others: median, interval and number of rounds."""
 
     peer: str
     median: float
@@ -40,7 +40,7 @@ class Speedup:
 
     @property
     def without_throttling(self) -> Speedup | None:
-        """The same over the rounds in which the GPU did not throttle, where it throttled in some and not in all."""
+        """The speed-up over the rounds without throttling, if the GPU throttled in some rounds but not in all."""
         if not self.unthrottled:
             return None
         low, high = self.unthrottled["ci95"]
@@ -48,31 +48,31 @@ class Speedup:
 
     @property
     def pytorch(self) -> bool:
-        """Whether it is over what a PyTorch user would write."""
+        """Whether the peer is what a PyTorch user would write."""
         return self.row is not None and is_pytorch(self.row)
 
     @property
     def reference(self) -> bool:
-        """Whether it is over the oracle's own arithmetic, which nobody would write: no peer."""
+        """Whether it is over the oracle's own arithmetic, which nobody would write, and which is no peer."""
         return self.peer == EAGER and not self.pytorch
 
     @property
     def library(self) -> bool:
-        """Whether it is over a kernel that somebody wrote."""
+        """Whether the peer is a hand-written kernel."""
         return self.pytorch or self.other_library
 
     @property
     def other_library(self) -> bool:
-        """Whether it is over a kernel of another library than PyTorch."""
+        """Whether the peer is a kernel of another library than PyTorch."""
         return not self.pytorch and self.peer not in (EAGER, *COMPILES)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One case and mode of one kernel. `best` is ours: what a call gets that names no version ("auto") or, where that
-    was not measured in the run, the fastest version that was; None where none was.
-    `failed` are the peers that were to run beside it and did not; the reference is none. `absent` are those that are
-    declared for the kernel today and were not in the run, which was of `chosen` implementations or is older."""
+    """One case and mode of one kernel. `best` is ours: the default version ("auto") or, if that was not measured in the
+    run, the fastest version that was; None if none was.
+    `failed` are the peers that should have run with it and failed, except the reference. `absent` are peers that are
+    declared for the kernel now but were not in the run, which was of `chosen` implementations or is older."""
 
     kernel: str
     case: str
@@ -87,12 +87,12 @@ class Finding:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The peers that a run of chosen implementations did not measure, of which one may be the best."""
+        """The peers that a run of chosen implementations did not measure, one of which may be the best."""
         return self.absent if self.chosen else ()
 
     @property
     def undecided(self) -> bool:
-        """Whether the best peer is not known."""
+        """Whether the best peer is unknown."""
         return bool(self.failed or self.left_out)
 
     @property
@@ -114,7 +114,7 @@ class Finding:
 
     @property
     def limit(self) -> str:
-        """What sets the floor, at the measured ceilings where there are any."""
+        """The limit that sets the floor, at the measured ceilings if there are any."""
         ceilings = self.measured or self.datasheet
         if ceilings is None:
             return MEMORY
@@ -131,26 +131,26 @@ class Finding:
 
     @property
     def over_pytorch(self) -> Speedup | None:
-        """Over what a PyTorch user would write; the fastest, where there are several ways."""
+        """The speed-up over what a PyTorch user would write; the fastest, if there are several ways."""
         return min((s for s in self.speedups if s.pytorch), key=lambda s: s.median, default=None)
 
     @property
     def over_reference(self) -> Speedup | None:
-        """Over the oracle's own arithmetic."""
+        """The speed-up over the oracle's own arithmetic."""
         return next((s for s in self.speedups if s.reference), None)
 
     @property
     def verdict(self) -> str | None:
-        """None where a peer failed or was left out: it may be the best."""
+        """The verdict; None if a peer failed or was left out, since it may be the best."""
         best = None if self.undecided else self.over_best_peer
         return verdict(best.median) if best else None
 
     def seconds(self, row: Row) -> float | None:
-        """Median of a row in this finding's column; None where that was not measured."""
+        """Median of a row in this finding's column; None if that was not measured."""
         return row.seconds(self.column) if row.ok and row.column(self.column) else None
 
     def percent(self, row: Row, ceilings: Ceilings | None) -> float | None:
-        """Share of the roofline that a row reaches in this finding's column."""
+        """Percentage of the roofline that a row reaches in this finding's column."""
         seconds = self.seconds(row)
         return percent_of_roofline(seconds, cost_of(row), ceilings) if seconds and ceilings else None
 
@@ -160,7 +160,7 @@ class Finding:
         return {name: share for name, share in found.items() if share is not None}
 
     def rate(self, row: Row) -> float | None:
-        """Bytes per second or FLOP per second, whichever limits."""
+        """Bytes per second or FLOP per second, according to the limit."""
         seconds = self.seconds(row)
         return rate_of(seconds, cost_of(row), self.limit) if seconds else None
 
@@ -172,7 +172,7 @@ class Finding:
         return others[self.limit] if self.limit in others else ceilings.flops.get(self.limit)
 
     def of_yardsticks(self) -> list[tuple[str, float]]:
-        """Our rate as a share of each yardstick's of the same run."""
+        """Our rate as a fraction of each yardstick's in the same run."""
         found = []
         for row in self.rows:
             if self.best and row.yardstick and row.run.id == self.best.run.id:
@@ -182,13 +182,13 @@ class Finding:
         return found
 
     def peer(self) -> Row | None:
-        """The row of the best peer, where it is still among those that count."""
+        """The row of the best peer, if it is still current."""
         best = self.over_best_peer
         return next((r for r in self.rows if best and r.implementation == best.peer and r.ok), None)
 
 
 def is_pytorch(row: Row) -> bool:
-    """Whether a row is what a PyTorch user would write: as it says itself or, in older records, by its name."""
+    """Whether a row is what a PyTorch user would write: from its own field or, in older records, by its name."""
     declared = row.data.get("pytorch")
     if declared is not None:
         return bool(declared)
@@ -211,15 +211,15 @@ def cost_of(row: Row) -> Cost:
 
 
 def verdict(speedup: float) -> str:
-    """By the median of the speed-up over the best peer of the same run."""
+    """The verdict by the median of the speed-up over the best peer of the same run."""
     if speedup > 1.5:
         return "excellent"
     return "good" if speedup >= 1.2 else "measured" if speedup >= 1 else "investigate"
 
 
 def findings(records: Records) -> list[Finding]:
-    """One per kernel, case and mode: kernels by name, forward before backward, cases in the order of the records. Host
-    time is none of them: `host.py` has its tables."""
+    """One finding per kernel, case and mode: kernels by name, forward before backward, cases in the order of the
+    records. Host time is not included: `host.py` has its tables."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in sorted(records.rows, key=lambda row: (row.kernel, _place(row.mode))):
         if not row.host:
@@ -239,7 +239,7 @@ def _place(mode: str) -> int:
 def _finding(records: Records, rows: Sequence[Row]) -> Finding:
     ours = [row for row in rows if row.ours and row.ok]
     best = min(ours, key=lambda row: row.seconds(), default=None)
-    # What a call gets that names no version, where that was measured beside the fastest.
+    # The default version, if it was measured in the same run as the fastest.
     best = next((row for row in ours if best and row.implementation == DEFAULT and row.run.id == best.run.id), best)
     column = (best.headline if best else next((r.headline for r in rows if r.ok), None)) or "cold"
     kernel, case, mode = rows[0].group
@@ -252,8 +252,8 @@ def _finding(records: Records, rows: Sequence[Row]) -> Finding:
 
 
 def _absent(records: Records, best: Row, siblings: Mapping[str, Row]) -> tuple[str, ...]:
-    """Peers that are declared today and have no row in the run, but for those that do not take the case: some run has
-    skipped them, or there are several GPUs and they are made from the reference, which is of one."""
+    """Peers that are declared now and have no row in the run. Those that do not support the case are left out: some run
+    has skipped them, or it uses several GPUs and they are made from the reference, which uses one."""
     rows = (row for row in (*records.rows, *records.superseded) if row.group == best.group)
     none = {row.implementation for row in rows if row.status == "skipped"}
     none |= set(declared.FROM_REFERENCE.values()) if best.run.world_size > 1 else set()
@@ -261,7 +261,7 @@ def _absent(records: Records, best: Row, siblings: Mapping[str, Row]) -> tuple[s
 
 
 def _speedups(records: Records, best: Row | None, siblings: Mapping[str, Row]) -> list[Speedup]:
-    """Against each baseline that was right and measured in the same run: a peer with wrong results is left out."""
+    """Speed-ups over each baseline measured in the same run whose results were correct."""
     if best is None:
         return []
     ours = {row.implementation for row in records.rows if row.kernel == best.kernel and row.ours}
@@ -282,5 +282,5 @@ def _interval(ratio: dict[str, Any]) -> tuple[float, ...]:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The mean of ratios. Needs at least one value."""
+    """The geometric mean. Needs at least one value."""
     return math.exp(sum(map(math.log, values)) / len(values))

@@ -1,4 +1,4 @@
-"""What the harness finds wrong with a row or a case: the sign beside it, and why it stays out of every mean.
+"""Flags for rows and cases whose figures are doubtful: the mark in tables, and the reason for exclusion from means.
 
 A figure that the harness itself doubts is shown, marked, and not averaged.
 """
@@ -11,15 +11,15 @@ from ..roofline import MARGIN, MEMORY
 from .entries import Row
 from .findings import Finding, Speedup
 
-#: Of a median's 95 % interval, or of a ratio's, over its middle; sampling aims at half of it.
+#: Largest relative width of the 95 % interval of a median or a ratio; sampling aims at half of it.
 WIDE = 0.02
-#: what a row says where its time is more than the device's
+#: part of the warning of a row whose time includes host time
 UNQUEUED = "cannot be queued"
 
 
 @dataclass(frozen=True)
 class Flag:
-    """`word` is the same for all cases with such a flaw, `note` what the sign means below a table."""
+    """`word` is the same for all cases with such a flaw, `note` explains the mark below a table."""
 
     sign: str
     word: str
@@ -82,7 +82,7 @@ OTHER_RUN = Flag(
 
 
 def of_row(finding: Finding, row: Row) -> list[Flag]:
-    """What is doubtful in the time of one implementation."""
+    """The doubts about the time of one implementation."""
     found = throttled(finding, row), over(finding, row), _wide(finding, row), _warned(row), _other_run(finding, row)
     return [flag for flag in found if flag]
 
@@ -92,8 +92,8 @@ def _other_run(finding: Finding, row: Row) -> Flag | None:
 
 
 def throttled(finding: Finding, row: Row) -> Flag | None:
-    """By the clocks that were read while it was measured: in the rounds of the finding's column where the record has
-    them by round, since the power limit may hold back the warm column and not the cold one."""
+    """Throttling, by the clocks that were read during the measurement: in the rounds of the finding's column if the
+    record has clocks by round, since the power limit may affect the warm column and not the cold one."""
     clocks = row.get("clocks", {})
     rounds = (clocks.get("rounds") or {}).get(finding.column)
     if rounds:
@@ -104,7 +104,7 @@ def throttled(finding: Finding, row: Row) -> Flag | None:
 
 
 def over(finding: Finding, row: Row) -> Flag | None:
-    """By its share of the measured roofline, as far as a reader sees it; and why that is no error."""
+    """More than 100 % of the measured roofline, as displayed; and why that is no error."""
     share = finding.percent(row, finding.measured)
     if share is None or round(share, 1) <= 100:
         return None
@@ -121,14 +121,14 @@ def _wide(finding: Finding, row: Row) -> Flag | None:
 
 
 def _warned(row: Row) -> Flag | None:
-    """Any warning of ours; of a peer only that its time is not the device's, since a less accurate peer is one too."""
+    """Any warning of ours; of a peer only that its time includes host time, since a less accurate peer still counts."""
     warnings = row.get("warnings", [])
     return WARNED if any(row.ours or text.startswith(UNQUEUED) for text in warnings) else None
 
 
 def of_ratio(finding: Finding, speedup: Speedup | None) -> list[Flag]:
-    """Why a speed-up stays out of the means: by our row, by the other's and by the interval of their ratio. A peer
-    above 100 % of the roofline is no reason: it was faster than it should be."""
+    """Reasons to exclude a speed-up from the means: by our row, by the other's and by the interval of their ratio. A
+    peer above 100 % of the roofline is no reason, since this only makes it look faster."""
     found = of_row(finding, finding.best) if finding.best is not None else []
     if speedup is not None:
         if speedup.row is not None and speedup.row.ok:
@@ -139,5 +139,5 @@ def of_ratio(finding: Finding, speedup: Speedup | None) -> list[Flag]:
 
 
 def steady(speedup: Speedup) -> bool:
-    """Whether its interval is narrow enough for a mean."""
+    """Whether the ratio's interval is narrow enough for a mean."""
     return (speedup.high - speedup.low) / speedup.median <= WIDE

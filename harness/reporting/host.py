@@ -8,7 +8,7 @@ from . import markdown as md
 from .entries import HOST, HOST_COMPILED, Records, Row
 from .findings import EAGER, is_pytorch
 
-# PyTorch's own, and what is made from the reference.
+# PyTorch's own implementations, and those made from the reference.
 NOT_LIBRARIES = ("eager", "compile", "compile-max", "foreach", "sdpa-flash", "cudnn", "flex", "flex-flash")
 
 WAYS = {
@@ -26,14 +26,14 @@ EXPLAINED = (
 
 
 def way(row: Row) -> str:
-    """A row's way in words."""
+    """A row's kind of call in words."""
     name = row.mode.removeprefix(HOST)
     plain = name.removesuffix(HOST_COMPILED)
     return WAYS.get(plain, plain) + (", compiled" if plain != name else "")
 
 
 def groups(records: Records, kernel: str | None = None) -> list[list[Row]]:
-    """Host rows by kernel, case and way, in the order of the records."""
+    """Host rows by kernel, case and kind of call, in the order of the records."""
     found: dict[tuple[str, str, str], list[Row]] = {}
     for row in records.rows:
         if row.host and kernel in (None, row.kernel):
@@ -42,7 +42,7 @@ def groups(records: Records, kernel: str | None = None) -> list[list[Row]]:
 
 
 def section(records: Records, kernel: str) -> list[str]:
-    """Of one kernel: a line for each way, a column for each implementation. Empty without host rows."""
+    """The table of one kernel: a row per kind of call, a column per implementation. Empty without host rows."""
     found = groups(records, kernel)
     if not found:
         return []
@@ -67,7 +67,7 @@ def section(records: Records, kernel: str) -> list[str]:
 
 
 def overview(records: Records) -> list[str]:
-    """Of all kernels: our best against PyTorch and against the fastest library. Empty without host rows."""
+    """The table of all kernels: our best against PyTorch and the fastest library. Empty without host rows."""
     table = _against_others(records)
     if not table:
         return []
@@ -75,7 +75,7 @@ def overview(records: Records) -> list[str]:
 
 
 def short(records: Records) -> list[str]:
-    """The same of one kernel, for its README."""
+    """The table of one kernel for its README, as in `overview`."""
     table = [line[1:] for line in _against_others(records)]
     return ["**Host time per call**", "", *md.table(HEAD, table), ""] if table else []
 
@@ -109,7 +109,7 @@ def _against_others(records: Records) -> list[list[object]]:
 
 
 def _against(ours: Row, other: Row | None) -> tuple[str | None, str | None]:
-    """The other's time, and ours as a share of it."""
+    """The other's time, and ours relative to it."""
     if other is None:
         return None, None
     return f"{other.implementation} {_median(other)}", f"{ours.seconds() / other.seconds():.2f}"

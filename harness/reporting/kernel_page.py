@@ -47,8 +47,8 @@ def page(
     trend: bool = False,
     trained: bool = False,
 ) -> list[str]:
-    """<kernel>.md. `profile` and `tuned` are the files of these names, where there are any; `trend` and `trained` say
-    whether there is a page of how the times changed, and one of a training."""
+    """<kernel>.md. `profile` and `tuned` are the contents of these files, if there are any; `trend` and `trained` say
+    whether there is a page of times over the history, and one of a training."""
     modes = modes_of(found)
     links = " · ".join(f"[{mode}: every implementation]({pages.stem(kernel, mode)}.md)" for mode in modes)
     lines = [f"# {kernel} on {gpu}", "", pages.GENERATED, "", f"[All kernels](README.md) · {links}", ""]
@@ -93,7 +93,7 @@ def mode_page(kernel: str, mode: str, gpu: str, found: Sequence[Finding], charts
 
 
 def case(finding: Finding) -> list[str]:
-    """One case in one mode."""
+    """The section of one case in one mode."""
     first = finding.rows[0]
     settings = [f"{k} = {v}" for k, v in {**first.get("dims", {}), **first.get("params", {})}.items()]
     lines = [f"## {finding.case}", "", f"{', '.join([first.get('dtype', ''), *settings])}. {_work(finding)}", ""]
@@ -182,7 +182,7 @@ def _everything(rows: Sequence[Row]) -> list[str]:
     lines = ["Times in µs. Errors above are relative to the fp64 oracle; after the slash, the error of eager.", ""]
     lines += md.table(COLUMN_HEAD, columns)
     alike: dict[tuple[object, ...], list[str]] = {}
-    for row in rows:  # those that are timed in turns have the same clocks
+    for row in rows:  # rows that were timed interleaved have the same clocks
         alike.setdefault(_clocks(row), []).append(row.implementation)
     return [*lines, "", *md.table(CLOCK_HEAD, [[", ".join(names), *clocks] for clocks, names in alike.items()])]
 
@@ -226,7 +226,7 @@ def _sustained(entry: Mapping[str, Any]) -> str:
 
 
 def profiled(profile: Mapping[str, Any]) -> list[str]:
-    """Nsight Compute's figures, and what they say of the cost and of the harness's clock."""
+    """Nsight Compute's figures, compared with the cost and with the harness's times."""
     rows = profile.get("rows") or []
     commits = dict.fromkeys(str(e["commit"])[:12] for e in profile.get("environments") or () if e.get("commit"))
     at = f", at commit {', '.join(f'`{commit}`' for commit in commits)}" if commits else ""

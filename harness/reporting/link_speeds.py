@@ -1,4 +1,4 @@
-"""Below which speed of a link an exchange that sends fewer bytes pays, from its time without transfers."""
+"""The link speed below which an exchange with compression pays off, from its time without transfers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXT = (
 
 
 def section(found: Sequence[Finding]) -> list[str]:
-    """The table of a kernel; empty where no row says what is sent without compression."""
+    """The table of a kernel; empty if no row has a baseline without compression."""
     rows = [(f, row) for f in found for row in f.rows if row.ok and _plain(row) and _local_us(row)]
     if not rows:
         return []
@@ -35,7 +35,7 @@ def section(found: Sequence[Finding]) -> list[str]:
 
 
 def break_even(row: Row) -> float:
-    """Bytes a second and direction: below that compression pays; 0 where it saves no bytes."""
+    """Bytes per second and direction below which compression pays off; 0 if it saves no bytes."""
     saved = _plain(row)["link_bytes"] - cost_of(row).link_bytes
     return max(0.0, saved) / (1e-6 * _local_us(row))
 
@@ -49,7 +49,7 @@ def _local_us(row: Row) -> float:
 
 
 def _uncompressed_speed(finding: Finding, plain: Mapping[str, Any]) -> float | None:
-    """Bytes a second and direction of the exchange that sends everything as it is."""
+    """Bytes per second and direction of the exchange without compression."""
     for row in finding.rows:
         if row.implementation == plain["implementation"] and row.ok:
             return plain["link_bytes"] / row.seconds()

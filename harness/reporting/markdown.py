@@ -1,11 +1,11 @@
-"""GitHub-flavoured Markdown: tables, and figures as a reader wants them."""
+"""GitHub-flavoured Markdown: tables, and the format of figures."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 
-#: what a table shows where there is nothing to show
+#: text of an empty table cell
 NONE = "–"
 
 
@@ -16,17 +16,17 @@ _CONTROL = re.compile(
 
 
 def printable(text: str) -> str:
-    """Without what colours a terminal, as messages of compilers may: reports and records are read elsewhere."""
+    """The text without terminal escape sequences, which compiler messages may have: reports are read elsewhere."""
     return _CONTROL.sub("", text)
 
 
 def sentence(text: str) -> str:
-    """With a capital at its beginning: 'one NVIDIA H200' -> 'One NVIDIA H200'."""
+    """The text with a capital first letter: 'one NVIDIA H200' -> 'One NVIDIA H200'."""
     return text[:1].upper() + text[1:]
 
 
 def cell(value: object) -> str:
-    """Text that cannot break its table."""
+    """Text escaped so that it cannot break its table."""
     return (
         NONE if value is None or value == "" else printable(str(value)).replace("|", "\\|").replace("\n", " ").strip()
     )
@@ -41,15 +41,15 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def details(summary: str, lines: Iterable[str]) -> list[str]:
-    """A block that is folded until it is asked for."""
+    """A collapsed block."""
     return ["<details>", f"<summary>{summary}</summary>", "", *lines, "", "</details>"]
 
 
 def figures(value: float | None, unit: str = "") -> str:
-    """Three significant digits at least and no digit of the whole part lost: 0.123, 1.23, 12.3, 123, 1234."""
+    """At least three significant digits and all digits of the integer part: 0.123, 1.23, 12.3, 123, 1234."""
     if value is None:
         return NONE
-    size = abs(float(f"{value:.3g}"))  # 99.96 is to read 100, not 100.0
+    size = abs(float(f"{value:.3g}"))  # 99.96 is shown as 100, not 100.0
     digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
     return f"{value:.{digits}f}{unit}"
 
@@ -90,7 +90,7 @@ def prefixed(value: float, unit: str) -> str:
 
 
 def span(values: Sequence[float | None] | None, unit: str) -> str:
-    """'1755 to 1980 MHz', or the one figure where both ends are the same."""
+    """'1755 to 1980 MHz', or a single figure if both ends are equal."""
     if not values or values[0] is None or values[-1] is None:
         return NONE
     low, high = f"{values[0]:.0f}", f"{values[-1]:.0f}"

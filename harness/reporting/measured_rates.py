@@ -1,5 +1,4 @@
-"""What committed records of several GPUs say of the rates that a model is made from: of one GPU's kernel, and of its
-link."""
+"""Rates for a model, from committed records of several GPUs: that of the one-GPU kernel, and that of a GPU's link."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from .findings import cost_of
 
 @dataclass(frozen=True)
 class Rate:
-    """In FLOP/s or bytes/s; `source` says what was measured, and where; `gpu` is the name of that GPU, if any."""
+    """A rate in FLOP/s or bytes/s. `source` says what was measured, and where; `gpu` is that GPU's name, if known."""
 
     value: float
     source: str
@@ -23,15 +22,15 @@ class Rate:
 
 
 def rows(reports: Path, kernel: str) -> list[Row]:
-    """The rows of several GPUs of our own implementations, of all reports of a kernel."""
+    """The rows of our implementations on several GPUs, from all reports of a kernel."""
     files = sorted(reports.glob(f"*/records/{kernel}.jsonl"))
     found = (row for file in files for row in record.load(file).rows)
     return [row for row in found if row.ours and row.ok and row.get("several")]
 
 
 def kernel_rate(found: Iterable[Row], mode: str, series: str | None, length: int) -> Rate | None:
-    """Of the one-GPU kernel that the efficiency is against: in cases of that series where there are any, at the nearest
-    length."""
+    """The rate of the one-GPU kernel that the efficiency refers to: in cases of that series if there are any, at the
+    nearest length."""
     timed = [row for row in found if row.mode == mode and row["several"].get("alone") and row["several"].get("axis")]
     same = [row for row in timed if row["several"]["axis"][0] == series] or timed
     if not same:
@@ -44,7 +43,7 @@ def kernel_rate(found: Iterable[Row], mode: str, series: str | None, length: int
 
 
 def link_rate(found: Iterable[Row], gpu: str | None = None) -> Rate | None:
-    """Of one direction of a GPU's link with both in use, in the newest run, on GPUs of this name if there is one."""
+    """The rate of one direction of a GPU's link with both in use, from the newest run, on GPUs of this name if any."""
     runs = {row.run.id: row.run for row in found if _link(row)}
     runs = {key: run for key, run in runs.items() if run.gpu.get("name") == gpu} or runs
     if not runs:

@@ -1,5 +1,5 @@
-"""The memory of every implementation of a case: peak, what is saved for the backward, growth. Records from before these
-were measured have the peak alone, and then there is no table: the peak stands in the one of the times."""
+"""The memory of every implementation of a case: peak, bytes saved for the backward, growth. Older records have only the
+peak; for these there is no such table, and the peak is in the table of times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Data = Mapping[str, Any]
 
 
 def cells(rows: Sequence[Data]) -> list[list[str]]:
-    """A line of HEAD for each row of the record; shares are those of our first implementation."""
+    """A row under HEAD for each row of the record; ratios are to our first implementation."""
     ours: Data = next((row for row in rows if row.get("kind") == "ours"), {})
     return [
         [
@@ -35,22 +35,22 @@ def cells(rows: Sequence[Data]) -> list[list[str]]:
 
 
 def section(rows: Sequence[Data]) -> list[str]:
-    """The table in Markdown with its heading line; nothing for old records."""
+    """The table in Markdown with its heading; empty for old records."""
     if all(row.get("growth_bytes") is None and row.get("saved_bytes") is None for row in rows):
         return []
     return ["", TEXT, "", *md.table(HEAD, cells(rows))]
 
 
 def size(value: float | None) -> str:
-    """Bytes; a dash where they were not measured."""
+    """Bytes; a dash if they were not measured."""
     return md.NONE if value is None else md.size(value)
 
 
 def share(value: float | None, ours: float | None) -> str:
-    """'2.13×' of ours; a dash where one was not measured or ours is nothing."""
+    """'2.13×' of ours; a dash if one was not measured or ours is 0."""
     return md.NONE if value is None or not ours else f"{value / ours:.2f}×"
 
 
 def growth(value: float | None) -> str:
-    """'0 B', or with its sign."""
+    """'0 B', or bytes with a sign."""
     return md.NONE if value is None else f"{'+' if value > 0 else ''}{md.size(value)}"

@@ -1,5 +1,5 @@
-"""The page that sets reports of different numbers of GPUs beside each other: how efficiency changes with the number, by
-measurement and by the model of `plan`."""
+"""The page that compares reports of different numbers of GPUs: how efficiency changes with the number, as measured and
+by the model of `plan`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ COLUMNS, HEIGHT = 2, 3.0
 
 @dataclass(frozen=True)
 class Panel:
-    """One mode of a kernel on one kind of GPU: rows by series and length, then by the number of GPUs. `folders`: where
-    the report of that number lies."""
+    """One mode of a kernel on one kind of GPU: rows by series and length, then by the number of GPUs. `folders`: the
+    report's folder for each number."""
 
     kernel: str
     mode: str
@@ -59,7 +59,7 @@ class Panel:
 
 
 def panels(folders: Iterable[tuple[str, Sequence[Finding]]]) -> list[Panel]:
-    """Of the findings of each folder of reports/: what was measured with two different numbers of GPUs or more."""
+    """The panels from the findings of each folder of reports/ that were measured with at least two numbers of GPUs."""
     rows: dict[tuple[str, str, str], dict[tuple[str, int], dict[int, Row]]] = {}
     where: dict[tuple[str, str, str], dict[int, str]] = {}
     for folder, found in folders:
@@ -79,7 +79,7 @@ def panels(folders: Iterable[tuple[str, Sequence[Finding]]]) -> list[Panel]:
 
 
 def page(found: Sequence[Panel], charts: bool) -> list[str]:
-    """Its lines; none without a panel."""
+    """The lines of the page; none without a panel."""
     if not found:
         return []
     lines = ["# Scaling with the number of GPUs", "", GENERATED, "", TEXT, ""]
@@ -117,7 +117,7 @@ def _cells(row: Row) -> tuple[object, ...]:
 
 
 def _measured(panel: Panel) -> dict[str, dict[int, dict[int, Row]]]:
-    """By series and length the rows that have an efficiency, by the number of GPUs."""
+    """The rows that have an efficiency, by series and length, then by the number of GPUs."""
     found: dict[str, dict[int, dict[int, Row]]] = {}
     for (series, length), of in sorted(panel.rows.items()):
         if known := {gpus: row for gpus, row in sorted(of.items()) if row["several"].get("efficiency")}:

@@ -1,4 +1,4 @@
-"""The first page of one GPU's report, as lines of Markdown, and what it shares with the pages of kernels."""
+"""The first page of one GPU's report, as lines of Markdown, and the parts that kernels' pages share with it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def stem(kernel: str, mode: str) -> str:
 
 
 def chart(kernel: str, found: Sequence[Finding], mode: str, gpu: str, folder: str = "") -> list[str]:
-    """The image of one mode's chart, where there is anything on it. `folder`: where the reports lie, ending in '/'."""
+    """The image of one mode's chart, if it has any points. `folder`: where the reports are, ending in '/'."""
     if not any(f.shares() for f in found if f.mode == mode):
         return []
     return [f"![{kernel} {mode} and its peers on {gpu}]({folder}{stem(kernel, mode)}.svg)", ""]
@@ -91,7 +91,7 @@ def summary(found: Sequence[Finding]) -> list[str]:
 
 
 def explained(notes: set[str]) -> list[str]:
-    """What the signs of a table mean, a line each."""
+    """The meaning of the marks in a table, one line each."""
     return sorted(f"{note}  " for note in notes)
 
 
@@ -120,7 +120,7 @@ def _summary_row(finding: Finding, notes: set[str]) -> list[object]:
 
 
 def speedup(found: Speedup | None, named: bool = False) -> str | None:
-    """'1.21× [1.20, 1.22] quack', and the same of unthrottled rounds where some were not."""
+    """'1.21× [1.20, 1.22] quack', and the same over unthrottled rounds if the others throttled."""
     if found is None:
         return None
     text = md.times(found.median, (found.low, found.high)) + (f" {found.peer}" if named else "")
@@ -130,17 +130,17 @@ def speedup(found: Speedup | None, named: bool = False) -> str | None:
 
 
 def share(finding: Finding, row: Row, notes: set[str]) -> str:
-    """Percent of the measured roofline, with a mark where it passes 100."""
+    """Percentage of the measured roofline, with a mark if it exceeds 100."""
     return md.percent(finding.percent(row, finding.measured)) + _signs([flags.over(finding, row)], notes)
 
 
 def marks(finding: Finding, row: Row, notes: set[str]) -> str:
-    """Footnote signs of a row: throttled samples, wide intervals, warnings."""
+    """Footnote marks of a row: throttled samples, wide intervals, warnings."""
     return _signs([flag for flag in flags.of_row(finding, row) if flag not in flags.OVER], notes)
 
 
 def failed(finding: Finding, notes: set[str]) -> str:
-    """The signs of a case in which a peer that takes it failed, or was not in the run."""
+    """The marks of a case in which a peer that supports it failed, or was not in the run."""
     return _signs([flags.FAILED if finding.failed else None, flags.ABSENT if finding.absent else None], notes)
 
 
@@ -154,7 +154,7 @@ def _signs(found: Iterable[flags.Flag | None], notes: set[str]) -> str:
 
 
 def means(found: Sequence[Finding]) -> list[str]:
-    """The means that the overview shows, and which cases they leave out, each with its reason."""
+    """The means that the overview shows, and which cases they exclude, each with its reason."""
     rows = []
     for group in aggregates.groups(found):
         peers, pytorch = group.over_best_peer(), group.over_pytorch()
@@ -178,7 +178,7 @@ def not_measured(records: Records) -> list[str]:
 
 
 def method(records: Records) -> list[str]:
-    """What the columns mean, and the rules that hold for all of them."""
+    """The meaning of the columns, and the rules that hold for all of them."""
     used = [name for name in COLUMN_TEXT if any(row.column(name) for row in records.rows)]
     lines = [f"- *{name}*: {COLUMN_TEXT[name]}" for name in used]
     lines += [
@@ -196,7 +196,7 @@ def method(records: Records) -> list[str]:
 
 
 def environment(runs: Sequence[Run]) -> list[str]:
-    """Hardware and versions; where runs differ, each value."""
+    """Hardware and versions; if runs differ, each value."""
 
     def values(read: Any) -> str | None:
         found = dict.fromkeys(str(value) for run in runs if (value := read(run)) not in (None, ""))
@@ -229,7 +229,7 @@ def environment(runs: Sequence[Run]) -> list[str]:
 
 
 def run_table(runs: Sequence[Run]) -> list[str]:
-    """When, from which commit and with which options the rows of a page were measured."""
+    """When, at which commit and with which options the rows of a page were measured."""
     rows = []
     for run in runs:
         commit = str(run.environment.get("commit") or "unknown")[:12]
@@ -249,7 +249,7 @@ def run_table(runs: Sequence[Run]) -> list[str]:
 
 
 def ceilings(runs: Sequence[Run]) -> list[str]:
-    """Measured beside promised; a span where runs measured differently."""
+    """Measured ceilings beside the data sheet's; a range if runs measured different ones."""
 
     def read(kind: str, pick: Any) -> list[float]:
         return [float(v) for run in runs if (v := pick(run.ceilings.get(kind) or {}))]
@@ -279,7 +279,7 @@ def ceilings(runs: Sequence[Run]) -> list[str]:
 
 
 def source(run: Run) -> str | None:
-    """Where the data sheet's figures come from, as a link."""
+    """The source of the data sheet's figures, as a link."""
     key = str(run.gpu.get("key"))
     if key not in roofline.table():
         return None
@@ -288,7 +288,7 @@ def source(run: Run) -> str | None:
 
 
 def noise(found: Sequence[Finding]) -> list[str]:
-    """The A/A pairs: what the harness sees between an implementation and itself."""
+    """The A/A pairs: the difference that the harness measures between an implementation and itself."""
     rows, every, outside = [], 0, 0
     for kernel in dict.fromkeys(f.kernel for f in found):
         pairs = [(f, f.best.get("noise")) for f in found if f.kernel == kernel and f.best and f.best.get("noise")]

@@ -1,4 +1,4 @@
-"""What a bench prints while it runs: a live bar on a terminal, one line per group elsewhere."""
+"""The output of a running bench: a live progress bar on a terminal, one line per group elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .. import roofline
 
 
 class Progress:
-    """Use as a context manager around the groups of one kernel."""
+    """A context manager around the groups of one kernel."""
 
     def __init__(self, kernel: str, groups: int, quiet: bool = False) -> None:
         self._kernel = kernel
@@ -39,7 +39,7 @@ class Progress:
         self._bar.stop()
 
     def line(self, text: str) -> None:
-        """One step is done, of which this is said."""
+        """Prints a line about a step that is complete."""
         self._bar.update(self._task, advance=1)
         self._console.print(text, markup=False)
 
@@ -51,7 +51,7 @@ class Progress:
         ceilings: roofline.Ceilings | None,
         spent: str = "",
     ) -> None:
-        """One group is measured: a line of medians, with the share of the roofline, and what took how long."""
+        """Prints a line for a measured group: medians, shares of the roofline, and where the time went."""
         parts = []
         for row in rows:
             if row["status"] not in ("ok", "over-roofline"):
@@ -72,5 +72,5 @@ class Progress:
 
 
 def spent_on(seconds: Mapping[str, float]) -> str:
-    """What took how many seconds of the host's time."""
+    """Host time by stage in seconds, as text."""
     return f"{sum(seconds.values()):.1f} s: {', '.join(f'{name} {took:.1f}' for name, took in seconds.items())}"

@@ -35,7 +35,7 @@ def roofline(findings: Sequence[Finding], gpu: str) -> Figure:
 
 
 def _landscape(axes: Axes, shown: Sequence[Finding]) -> None:
-    """The roofs, measured and promised, and a point for each case: ours and its best peer."""
+    """Draws the roofs, measured and from the data sheet, and a point for each case: ours and its best peer."""
     measured, datasheet = shown[0].measured, shown[0].datasheet
     assert measured is not None
     pipes = [pipe for pipe in dict.fromkeys(f.cost.main_pipe for f in shown) if pipe in measured.flops]
@@ -70,7 +70,7 @@ def _landscape(axes: Axes, shown: Sequence[Finding]) -> None:
 
 
 def _near(tops: dict[str, float]) -> list[dict[str, float]]:
-    """Pipes grouped so that the roofs of two groups have room for a label between them."""
+    """Groups pipes so that there is room for a label between the roofs of two groups."""
     groups: list[dict[str, float]] = []
     for pipe in sorted(tops, key=lambda pipe: -tops[pipe]):
         if groups and min(groups[-1].values()) < 1.4 * tops[pipe]:
@@ -81,7 +81,7 @@ def _near(tops: dict[str, float]) -> list[dict[str, float]]:
 
 
 def _points(axes: Axes, shown: Sequence[Finding]) -> None:
-    """Ours and the best peer of each case; a case without FLOPs or bytes has no place."""
+    """Draws ours and the best peer of each case; a case without FLOPs or bytes has no point."""
     for finding in shown:
         for row, ours in ((finding.peer(), False), (finding.best, True)):
             seconds = finding.seconds(row) if row else None
@@ -94,7 +94,7 @@ def _points(axes: Axes, shown: Sequence[Finding]) -> None:
 
 
 def _key(axes: Axes, shown: Sequence[Finding], with_datasheet: bool) -> None:
-    """The legend of the roofline."""
+    """Draws the legend of the roofline."""
     from matplotlib.lines import Line2D
 
     handles: list[Any] = [
@@ -105,11 +105,11 @@ def _key(axes: Axes, shown: Sequence[Finding], with_datasheet: bool) -> None:
     handles.append(Line2D([], [], color=MEASURED_LINE, lw=1.4, label="measured ceiling"))
     if with_datasheet:
         handles.append(Line2D([], [], color=DATASHEET_LINE, lw=1.4, ls=(0, (4, 2)), label="data sheet"))
-    axes.legend(handles=handles, loc="upper left", handletextpad=0.3)  # above the roof nothing can lie
+    axes.legend(handles=handles, loc="upper left", handletextpad=0.3)  # no point can lie above the roof
 
 
 def overview(findings: Sequence[Finding], gpu: str) -> Figure:
-    """All kernels on one page: each case's share of the measured roofline, ours against the best peer."""
+    """All kernels on one page: each case's percentage of the measured roofline, ours against the best peer."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -144,7 +144,7 @@ def overview(findings: Sequence[Finding], gpu: str) -> Figure:
 
 
 def _lane(axes: Axes, at: int, group: Group) -> float:
-    """One kernel, mode and precision. Returns the largest percentage in it."""
+    """Draws one kernel, mode and precision. Returns the largest percentage in it."""
     lane = [f for f in group.found if f.best and f.percent(f.best, f.measured)]
     ours = [f.percent(f.best, f.measured) or 0 for f in lane if f.best]
     found = [f.percent(peer, f.measured) for f in lane if not f.undecided and (peer := f.peer())]

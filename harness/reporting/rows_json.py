@@ -1,8 +1,8 @@
-"""The JSON files of build, profile, tune, sanitize and stress: an object with a schema version and `rows`, a line for
+"""The JSON files of build, profile, tune, sanitize and stress: an object with a schema version and `rows`, one line for
 each row.
 
-Rows of a GPU gather over several runs: `environments` has what each of those was on, and "run" of a row is the place
-of its own in that list.
+Rows of a GPU accumulate over several runs: `environments` has the environment of each run, and "run" of a row is an
+index into that list.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def dumps(document: Mapping[str, Any]) -> str:
-    """The rows last and one to a line, so that the difference between two files reads as one."""
+    """The document with the rows last and one per line, so that diffs between two files are readable."""
     rows = ",\n".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in document["rows"])
     head = json.dumps({key: value for key, value in document.items() if key != "rows"}, indent=1, ensure_ascii=False)
     return head.removesuffix("\n}") + (f',\n "rows": [\n{rows}\n ]\n}}\n' if rows else ',\n "rows": []\n}\n')
@@ -35,8 +35,8 @@ def merge(
     rows: Sequence[Mapping[str, Any]],
     key: Callable[[Mapping[str, Any]], object],
 ) -> None:
-    """Writes a document to `path`: `head`, which has its schema, these rows, and those that are there already and are
-    not replaced by one of the same key."""
+    """Writes a document to `path`: `head`, which has its schema, these rows, and existing rows whose key is not among
+    theirs."""
     fresh = {key(row) for row in rows}
     together: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
     if path.is_file():

@@ -1,4 +1,4 @@
-"""What a report says of cases of several GPUs: how well each implementation scales, and what its transfers cost."""
+"""The report's section on cases of several GPUs: how well each implementation scales, and its exposed transfer time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL_TEXT = (
 
 
 def section(found: Sequence[Finding], charts: bool) -> list[str]:
-    """The table of a kernel, and its images where there are any; empty where it has no case of several GPUs."""
+    """The table of a kernel, and its images if there are any; empty without cases of several GPUs."""
     measured = [(finding, row) for finding in found for row in finding.rows if row.ok and row.get("several")]
     if not measured:
         return []
@@ -53,7 +53,7 @@ def section(found: Sequence[Finding], charts: bool) -> list[str]:
 
 
 def _models(measured: Sequence[tuple[Finding, Row]]) -> list[str]:
-    """What the model of `plan` says beside what was measured; empty where no row has it."""
+    """The predictions of `plan`'s model beside the measurements; empty if no row has them."""
     cells = []
     for finding, row in measured:
         if model := row["several"].get("model"):
@@ -89,7 +89,7 @@ def _cells(finding: Finding, row: Row) -> list[object]:
 
 
 def rate(row: Row, limit: str) -> str:
-    """TFLOP/s of one GPU where the tensor cores work, else what limits."""
+    """TFLOP/s of one GPU if the tensor cores are used, else the rate of the limit."""
     cost = cost_of(row)
     if cost.main_pipe != "fp32":
         return roofline.tflops(cost.total_flops / row.seconds())
@@ -102,13 +102,13 @@ def _percent(efficiency: Mapping[str, Any]) -> str:
 
 
 def _exposed(exposed: Mapping[str, Any], seconds: float) -> str:
-    """Time and its share; noise makes it negative where all is hidden."""
+    """Exposed time and its percentage; noise can make it negative if transfers are fully overlapped."""
     us = exposed["median"]
     return f"{md.figures(us)} µs, {1e-4 * us / seconds:.1f} %"
 
 
 def points(found: Sequence[Finding], mode: str) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Of one mode, by series and implementation: length and efficiency in percent, from short to long."""
+    """For one mode, by series and implementation: length and efficiency in percent, from short to long."""
     series: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for finding in found:
         for row in finding.rows if finding.mode == mode else ():

@@ -1,4 +1,4 @@
-"""The tables that a README shows of a report: of all kernels, and of one mode of one kernel."""
+"""The tables of a report that READMEs show: of all kernels, and of one mode of one kernel."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ KERNELS_HEAD = (
 )  # fmt: skip
 
 
-MOST_CASES = 8  # of a mode: a README is read from beginning to end
+MOST_CASES = 8  # per mode: a README should stay short enough to be read from beginning to end
 
 
 def of_mode(found: Sequence[Finding]) -> list[str]:
-    """One row per case of one mode, for a README; the report has what the signs mean. Of many cases the first of the
-    records, whatever their results, and how many more there are."""
+    """One row per case of one mode, for a README; the report explains the marks. If there are many cases, the first of
+    the records are shown, whatever their results, and the number of the others."""
     rows: list[list[object]] = []
     notes: set[str] = set()
     for finding in found[:MOST_CASES]:
@@ -44,8 +44,8 @@ def of_mode(found: Sequence[Finding]) -> list[str]:
 
 
 def of_kernels(found: Sequence[Finding], link: str) -> list[str]:
-    """One row per kernel, mode and precision over its cases, the worst beside the mean: nothing is picked, and what is
-    left out is counted. The share of the roofline is of all cases that were measured."""
+    """One row per kernel, mode and precision over its cases, with the worst beside the mean: nothing is selected, and
+    excluded cases are counted. The percentage of the roofline is over all cases that were measured."""
     rows = []
     for group in aggregates.groups(found):
         shares = [s for f in group.found if f.best and (s := f.percent(f.best, f.measured)) is not None]

@@ -1,7 +1,8 @@
-"""The summary of a suite: for the console and as JSON. From rows of the record alone.
+"""The summary of a suite: for the console and as JSON. Made only from rows of the record.
 
-A line is one of our implementations in a case and mode, beside the baseline that the suite names first. A baseline that
-was not measured leaves its line without a speed-up, and out of mean, median and range, which say how many they are of.
+A line is one of our implementations in a case and mode, beside the baseline that the suite names first. If a baseline
+was not measured, its line has no speed-up and is excluded from mean, median and range, which say how many lines they
+cover.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Line = dict[str, Any]
 
 
 def summary(suite: Suite, rows: Sequence[Row]) -> dict[str, Any]:
-    """All that the summary says, as JSON has it. `rows` may hold more than the suite's."""
+    """The whole summary, in the form of its JSON. `rows` may hold more than the suite's."""
     lines: list[Line] = []
     measured: list[Line] = []
     for part in suite.parts:
@@ -95,7 +96,7 @@ def _statistics(row: Row) -> Line:
 
 
 def _aggregate(speedups: Sequence[float], of: int) -> dict[str, Any]:
-    """Geometric and arithmetic mean, median, least and largest, and of how many lines."""
+    """Geometric and arithmetic mean, median, minimum and maximum, and the number of lines that they cover."""
     if not speedups:
         nothing = dict.fromkeys(("mean", "arithmetic_mean", "median", "min", "max"))
         return {"count": 0, "of": of, **nothing}
@@ -111,7 +112,7 @@ def _aggregate(speedups: Sequence[float], of: int) -> dict[str, Any]:
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Prints the tables, and the speed-ups together."""
+    """Prints the tables, and the aggregate of the speed-ups."""
     title = f"{found['suite']}: {found['title']}"
     tables.show(title, HEAD, [cells(line) for line in found["rows"]])
     print()
@@ -120,7 +121,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def cells(line: Line) -> list[str]:
-    """One line of HEAD."""
+    """One line under HEAD."""
     note = "" if line["status"] == "ok" else f"{line['status']}: {line['reason']}"
     if not note and line["baseline_status"] != "ok":
         note = f"{line['baseline']} {line['baseline_status']}"
@@ -162,5 +163,5 @@ def together(found: Mapping[str, Any]) -> str:
 
 
 def dumps(found: Mapping[str, Any]) -> str:
-    """As a file has it."""
+    """The text of its JSON file."""
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"

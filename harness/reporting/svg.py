@@ -1,7 +1,8 @@
-"""SVG as matplotlib writes it, reduced in size: the same picture in a fraction of the bytes.
+"""Reduces SVG files of matplotlib: the same picture in a fraction of the bytes.
 
-Figures get two decimals, a hundredth of a point. Clip paths (no chart draws outside its axes by accident), groups
-without attributes, ids that nothing refers to, comments and metadata go. Text stays text, in the reader's font.
+Numbers are rounded to two decimals, a hundredth of a point. Clip paths (no chart draws outside its axes by accident),
+groups without attributes, ids without references, comments and metadata are removed. Text stays text, in the reader's
+font.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from xml.etree import ElementTree
 NAMESPACE = "http://www.w3.org/2000/svg"
 XLINK = "http://www.w3.org/1999/xlink"
 
-#: the font that the layout is made with, then others that are as wide or narrower: no text grows into another
+#: the font used for the layout, then others of similar width, so that texts do not overlap
 FONTS = "DejaVu Sans, Verdana, Segoe UI, Helvetica, Arial, sans-serif"
 
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
@@ -22,7 +23,7 @@ GROUP, USE = f"{{{NAMESPACE}}}g", f"{{{NAMESPACE}}}use"
 
 
 def shortened(text: str) -> str:
-    """The drawing, a line for each element."""
+    """The reduced drawing, one line for each element."""
     ElementTree.register_namespace("", NAMESPACE)
     ElementTree.register_namespace("xlink", XLINK)
     root = ElementTree.fromstring(text)
@@ -37,7 +38,7 @@ def shortened(text: str) -> str:
 
 
 def _attributes(element: ElementTree.Element, referred: set[str]) -> None:
-    """What an element does not need goes, what it needs becomes short."""
+    """Removes the attributes that an element does not need, and shortens the others."""
     attributes = element.attrib
     attributes.pop("clip-path", None)
     if attributes.get("id") not in referred:
@@ -56,7 +57,7 @@ def _rounded(number: re.Match[str]) -> str:
 
 
 def _style(text: str) -> str:
-    """A style without its font family, which is the root's; `font` is one with a size and maybe a weight."""
+    """A style without its font family, which is the root's; `font` has only a size and possibly a weight."""
     rules = []
     for rule in filter(None, (part.strip() for part in text.split(";"))):
         name, _, value = (part.strip() for part in rule.partition(":"))
@@ -71,7 +72,7 @@ def _style(text: str) -> str:
 
 
 def _children(parent: ElementTree.Element) -> None:
-    """Takes out empty groups, and groups that only hold others; a style that all marks of a group share goes to it."""
+    """Removes empty groups, and groups that only hold others; moves a style that all marks of a group share to it."""
     kept: list[ElementTree.Element] = []
     for child in parent:
         _children(child)

@@ -1,14 +1,14 @@
-"""The page of a model that is trained in several ways: losses beside those of a plain training, over seeds.
+"""The page of a model that is trained in several ways: losses compared with those of a plain training, over seeds.
 
-It is made of training/<kernel>.json, which an example writes:
+It is made from training/<kernel>.json, which an example writes:
 {
     "schema": 1, "device": "NVIDIA H200", "torch": "2.11.0", "steps": int,
     "ranks": int,                    # where there are several
     "model": {name: size, ...},      # and what else the trainings have in common
-    "plain": kind,                   # what the others stand beside; without it "none"
+    "plain": kind,                   # what the others are compared with; by default "none"
     "kinds": {kind: what it is},     # optional
     "other_models": [kind, ...],     # optional: those that do not begin with the plain one's weights
-    "bounds": {name: loss},          # optional: losses that no training has, such as of the best guess
+    "bounds": {name: loss},          # optional: losses that no training reaches, such as that of the best guess
     "results": {kind: {seed: {"loss": on data held out, "ms_a_step": float, "curve": [[last step, mean since], ...]}}},
 }
 """
@@ -44,7 +44,7 @@ def stem(kernel: str) -> str:
 
 
 def image(kernel: str, folder: str = "") -> list[str]:
-    """The chart in Markdown. `folder`: where the reports lie, ending in '/'."""
+    """The chart in Markdown. `folder`: where the reports are, ending in '/'."""
     return [f"![{kernel}: loss over steps]({folder}{stem(kernel)}.svg)", ""]
 
 
@@ -78,7 +78,7 @@ def _head(document: Mapping[str, Any]) -> str:
 
 
 def _alone(document: Mapping[str, Any]) -> set[str]:
-    """The kinds that have nothing to stand beside."""
+    """The kinds that are not compared with the plain one."""
     return {document.get("plain", PLAIN), *document.get("other_models", ())}
 
 
@@ -94,13 +94,13 @@ def _cells(kind: str, of: Mapping[str, Any], plain: Mapping[str, Any] | None) ->
 
 
 def curve(of: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """The mean over the seeds of the training loss: step and loss."""
+    """The training loss averaged over the seeds: step and loss."""
     runs = [run["curve"] for run in of.values()]
     return [(points[0][0], mean(loss for _, loss in points)) for points in zip(*runs, strict=True)]
 
 
 def chart(kernel: str, gpu: str, document: Mapping[str, Any]) -> Figure:
-    """The training loss over steps and, where kinds differ by less than a line's width, what it is beside the plain
+    """The training loss over steps and, if kinds differ by less than a line's width, its difference to the plain
     one's."""
     import matplotlib
     from matplotlib.figure import Figure

@@ -1,20 +1,20 @@
-"""FASTER, SAME, SLOWER or UNSURE: the rule by which two measurements of the same thing are told apart.
+"""FASTER, SAME, SLOWER or UNSURE: the rule that compares two measurements of the same thing.
 
 Let r be the median time of the current samples over that of the baseline's, t the practical threshold (0.03 is 3 %),
 and [low, high] the 95 % interval of r:
 
 SLOWER  low > 1 + t                            even the lower end of the interval is above the threshold
-FASTER  high < 1 / (1 + t)                     the same the other way round
+FASTER  high < 1 / (1 + t)                     the same in the other direction
 SAME    1 / (1 + t) <= low and high <= 1 + t   even the upper end of the interval is below the threshold (an equivalence
                                                test)
 UNSURE  everything else: measure longer, or with less noise
 
-A small change that is certain is therefore SAME, and a large one that is noisy is UNSURE, never the other way round.
+So a small change that is certain is SAME, and a large one that is noisy is UNSURE, never the other way round.
 
-The interval is a percentile bootstrap of the ratio of medians with fixed seeds, of blocks of neighbours
-(`stats.resampled_medians`). It is then widened to what the A/A pairs of the two runs saw between an implementation and
-itself: a shift that the harness sees where there is none cannot be told from one that is there. With fewer than six
-samples on a side no interval of a median reaches 95 %, so the verdict is UNSURE.
+The interval is a percentile bootstrap of the ratio of medians with fixed seeds, over blocks of neighbouring samples
+(`stats.resampled_medians`). It is then widened to the A/A intervals of the two runs, which compare an implementation
+with itself: a difference that the harness measures where there is none cannot be distinguished from a real one. With
+fewer than six samples on a side no interval of a median reaches 95 %, so the verdict is UNSURE.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..measure import stats
 
 FASTER, SAME, SLOWER, UNSURE = "FASTER", "SAME", "SLOWER", "UNSURE"
 THRESHOLD = 0.03
-HOST_THRESHOLD = 0.10  # of host time, which depends on what else the processor does
+HOST_THRESHOLD = 0.10  # for host time, which depends on what else the processor does
 FEWEST = 6
 
 
@@ -53,7 +53,8 @@ def classify(ratio: Ratio, threshold: float = THRESHOLD) -> str:
 
 
 def ratio_of_medians(baseline: Sequence[float], current: Sequence[float], noise: float = 0.0) -> Ratio | None:
-    """None with fewer than six samples on a side. `noise` is the least distance of an end from the value, as |ln r|."""
+    """None with fewer than six samples on a side. `noise` is the minimum distance of each end from the ratio, in
+    |ln r|."""
     if min(len(baseline), len(current)) < FEWEST:
         return None
     value = float(np.median(current) / np.median(baseline))
@@ -63,16 +64,16 @@ def ratio_of_medians(baseline: Sequence[float], current: Sequence[float], noise:
 
 
 def noise_floor(*pairs: Mapping[str, Any] | None) -> float:
-    """The furthest that the A/A intervals reach from 1, as |ln r|; 0 where no pair was recorded."""
+    """The largest distance of the A/A intervals from 1, as |ln r|; 0 if no pair was recorded."""
     ends = [end for pair in pairs if pair for end in pair.get("ci95") or () if end]
     return max((abs(math.log(end)) for end in ends), default=0.0)
 
 
 def against(baseline: Mapping[str, Any], current: Mapping[str, Any]) -> Ratio | None:
-    """How the time *relative to a third implementation* changed: r with the drift of the machine divided out.
+    """The change of the time *relative to a third implementation*: r with machine drift divided out.
 
     Both arguments are entries of a row's `ratios` (time of that implementation over ours, paired by round). The ends
-    combine the unkind ends of both intervals, so that the interval is rather too wide.
+    combine the unfavourable ends of both intervals, so that the interval is conservative.
     """
     (a_low, a_high), (b_low, b_high) = baseline["ci95"], current["ci95"]
     if not all((a_low, a_high, b_low, b_high, baseline["median"], current["median"])):
