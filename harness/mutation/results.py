@@ -97,14 +97,15 @@ def tidy(kernel: str, mutants: Iterable[Mutant], folder: Path = FOLDER) -> None:
 
 
 def digest_of_checks(kernel: str, quick: bool = False) -> str:
-    """Digest of everything that decides whether a mutant survives. When it changes, survivors are tried again."""
+    """Digest of everything that decides whether a mutant survives. When it changes, survivors are tried again. Comments
+    and docstrings do not count."""
     root = registry.ROOT
     folder = registry.folder(kernel)
     files = [*root.glob("harness/correctness/*.py"), root / "harness/commands/check.py"]
     files += [root / "tests/test_addresses.py", root / "tests/test_call.py"]
     files += [*folder.rglob("test_*.py"), folder / "bench.py", folder / "reference.py"]
-    text = b"".join(file.read_bytes() for file in sorted(files) if file.is_file())
-    return hashlib.sha256(text).hexdigest()[:12] + QUICK * quick
+    text = "\n".join(plain.python(file.read_text(encoding="utf-8")) for file in sorted(files) if file.is_file())
+    return hashlib.sha256(text.encode()).hexdigest()[:12] + QUICK * quick
 
 
 @cache
