@@ -131,10 +131,10 @@ class BiasConfig:
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions that compute the GEMMs, if they support the operands. The first of a list is chosen, else Triton.
-    GEMMs with an activation: narrow.cu for small K (`narrow`); cuBLAS with the activation as a separate kernel
-    (`passes`); products.cu (`cuda`). GEMMs without one (y, the gradients of x and of the weights): products.cu
-    (`plain`); cuBLAS (`library`); products.cu (`cuda`)."""
+    """The versions that are enabled. A GEMM uses the first one that supports its operands, else Triton. With an
+    activation: narrow.cu for small K (`narrow`); cuBLAS with the activation as a separate kernel (`passes`);
+    products.cu (`cuda`). Without one (y, the gradients of x and of the weights): products.cu (`plain`); cuBLAS
+    (`library`); products.cu (`cuda`)."""
 
     cuda: bool
     library: bool

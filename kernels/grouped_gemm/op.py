@@ -44,8 +44,8 @@ def grouped_gemm(
     bias     [G, N], dtype of x, or None
     backend  "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0; requires float16 or bfloat16, rows
              of x and rows or columns of weights that are contiguous and on 16-byte boundaries, N and K multiples of 8,
-             groups of more than 64 rows on average), or "auto": "cuda" where it can run, else "triton". With any of
-             them the backward uses Triton if the layout of the incoming gradient does not fit CUDA C++.
+             groups of more than 64 rows on average), or "auto": "cuda" where it can run, else "triton". With
+             both of these the backward uses Triton if CUDA C++ does not support the layout of the incoming gradient.
 
     Returns y [T, N], dtype of x, contiguous.
 

@@ -5,7 +5,7 @@ A public function asks `lean` whether its tensors are plain ones and nothing tra
 call goes to a launch plan, which holds the kernel, the configuration, the grid and all arguments but the tensors. Plans
 are cached in `Plans` by key: the `signature` of each tensor, and the options. All other calls go through torch.library.
 A plan launches through `Launch`, which calls the compiled kernel's launcher directly. Triton's `kernel[grid](...)`
-would bind and hash the arguments again: 16 us of host time instead of 5.5 us, measured on the host of an H200.
+would bind and hash the arguments again: 16 us of host time instead of 5.5 us, on the host of an H200.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Launch:
     plan ensures. The kernel that the first call compiles reads other tensors wrongly, or fails with "misaligned
     address". Triton's interpreter would accept them, so there they raise AssertionError. The first call goes through
     Triton, which compiles the kernel. Later calls use the compiled kernel's launcher directly. They go through Triton
-    only if a launch hook is installed, for example by a profiler.
+    if a hook is installed, for example by a profiler, or if the Triton release is not in _KNOWN.
     """
 
     __slots__ = ("_device", "_fixed", "_grid", "_held", "_kernel", "_options")
