@@ -264,8 +264,8 @@ def _copied_shape(w2: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _flat(tensor: torch.Tensor, dense: bool = False) -> tuple[bool, torch.Tensor]:
-    """The tensor as a matrix [rows, columns], and whether that is a copy. With `dense` the rows are made contiguous: an
-    incoming gradient is often a broadcast scalar."""
+    """Whether the tensor must be copied to be a matrix [rows, columns], and that matrix. With `dense` the rows are made
+    contiguous: an incoming gradient is often a broadcast scalar."""
     matrix = (
         tensor.reshape(-1, tensor.shape[-1])
         if tensor.numel()

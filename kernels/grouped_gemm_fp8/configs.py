@@ -55,11 +55,11 @@ class CudaConfig:
 
 
 def pick_backend(backend: str, rows: int, groups: int, of_weights: bool, possible: bool) -> str:
-    """The version that runs; `possible`: CUDA C++ can run. Pure.
+    """The version that runs; `possible`: CUDA C++ can. Pure.
 
     CUDA C++ has tiles of 128 rows, which groups of up to 64 rows leave half empty or more; Triton has narrower tiles. A
     weight's gradient has the same tiles whatever the groups are. Measured on one H200 with 8 and 64 groups of 512 and
-    1024 rows: CUDA C++ takes 51 to 67 % of Triton's time in both GEMMs. The threshold follows from the size of the
+    1024 rows: CUDA C++ takes 51 to 67 % of Triton's time in both products. The threshold follows from the size of the
     tiles; it was not measured.
     """
     if backend != "auto":

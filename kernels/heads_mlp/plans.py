@@ -83,7 +83,7 @@ def bwd_plan(
 
 
 def _flat(tensor: torch.Tensor, last: int) -> tuple[bool, torch.Tensor]:
-    """The tensor with all but the `last` dimensions flattened to one, and whether that is a copy."""
+    """Whether flattening all but the `last` dimensions to one copies the tensor, and the flattened tensor."""
     leading, rest = tensor.shape[:-last], tensor.shape[-last:]
     flat = tensor.reshape(leading.numel(), *rest)
     return flat.data_ptr() != tensor.data_ptr(), flat
