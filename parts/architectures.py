@@ -1,4 +1,4 @@
-"""A module of transformers of one's own, for a library that changes it: no other model of the family changes."""
+"""A private copy of a transformers module, for a library that patches it. Other models of the family are unaffected."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 @contextmanager
 def own_architectures(family: str) -> Iterator[ModuleType]:
-    """transformers' module of a family, executed once more under its own name, which means this copy inside the block.
-    What is changed in it, classes and functions that others call by their names, is changed for no other model."""
+    """Yields a second copy of transformers' module of a model family. Inside the block, sys.modules holds the copy
+    under the module's name. Classes and functions patched in the copy stay unpatched for all other models."""
     name = f"transformers.models.{family}.modeling_{family}"
     original = importlib.import_module(name)
     found = importlib.util.find_spec(name)

@@ -1,12 +1,12 @@
-"""Device functions of the fp8 output: fp32 to the bits of e4m3 or e5m2, and the scale of a group. As kernels/fp8, whose
-results they give to the bit.
+"""Device functions for fp8 outputs: conversion of fp32 to the bits of e4m3 or e5m2, and the scale of a group. Results
+are bit-identical to those of kernels/fp8.
 
-        exponent bias   mantissa   largest   smallest normal   step below it
+        exponent bias   mantissa   largest   smallest normal   smallest subnormal
 e4m3         7           3 bits      448         2^-6              2^-9
 e5m2        15           2 bits     57344        2^-14             2^-16
 
-NATIVE takes the conversion instructions of sm_89 and later. Without it (sm_80, and Triton's interpreter, whose own
-conversion rounds wrongly) the same bits come out of integer arithmetic.
+NATIVE uses the conversion instructions of sm_89 and later. Without it, integer arithmetic computes the same bits: on
+sm_80, and in Triton's interpreter, whose own conversion rounds wrongly.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _FOUR_E5M2 = tl.constexpr(_FOUR.replace("TYPE", "e5m2"))
 
 @triton.jit
 def finite_or_nan(x):
-    """x in fp32 with NaN in place of ±inf: 0 · inf is NaN. One fused multiply-add."""
+    """x in fp32, with ±inf replaced by NaN: 0 · inf is NaN. One fused multiply-add."""
     x = x.to(tl.float32)
     return x * 0.0 + x
 
 
 @triton.jit
 def scale_of(amax, E4M3: tl.constexpr, POW2: tl.constexpr):
-    """The scale of a group whose largest finite magnitude is amax (NaN where nothing is finite), never 0 or inf."""
+    """The scale of a group whose largest finite magnitude is amax (NaN if no element is finite). Never 0 or inf."""
     if POW2:
-        # 448 = 1.75 · 2^8 and 57344 = 1.75 · 2^15: the smallest power of two that is at least amax / largest has amax's
-        # exponent less 8 or 15, and one more where amax's mantissa is over 1.75.
+        # 448 = 1.75 · 2^8 and 57344 = 1.75 · 2^15. So the smallest power of two >= amax / largest has the exponent of
+        # amax minus 8 or 15, plus one if amax's mantissa exceeds 1.75.
         bits = (amax.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000
         bits = tl.maximum(bits - ((8 if E4M3 else 15) << 23), 1 << 23)
         scale = bits.to(tl.float32, bitcast=True)
     else:
-        # A product with the inverse, as PyTorch on a GPU divides by a constant.
+        # Multiplied by the reciprocal, because PyTorch does the same on a GPU when it divides by a constant.
         scale = tl.maximum(amax * (1 / 448 if E4M3 else 1 / 57344), 1.1754943508222875e-38)
     return tl.where(amax > 0, scale, 1.0)
 
 
 @triton.jit
 def inverse(scale, POW2: tl.constexpr):
-    """1 / scale, correctly rounded. POW2 promises a power of two from 2^-126 to 2^126."""
+    """1 / scale, correctly rounded. With POW2, scale must be a power of two from 2^-126 to 2^126."""
     if POW2:
         return ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     return tl.div_rn(1.0, scale)
@@ -56,7 +56,7 @@ def inverse(scale, POW2: tl.constexpr):
 
 @triton.jit
 def store_scale(ptr, scale, mask):
-    """Stores a scale in fp32 or, as bytes, in UE8M0."""
+    """Stores a scale as fp32, or as UE8M0 where ptr points to bytes."""
     if ptr.dtype.element_ty == tl.uint8:
         scale = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
     tl.store(ptr, scale, mask=mask)
@@ -64,10 +64,10 @@ def store_scale(ptr, scale, mask):
 
 @triton.jit
 def encode(y, E4M3: tl.constexpr, NATIVE: tl.constexpr):
-    """The bits of fp32 y rounded to nearest, ties to even; the largest number where y is larger; NaN is 0x7F."""
+    """The fp8 bits of fp32 y, rounded to nearest, ties to even. Saturates at the largest finite value; NaN is 0x7F."""
     if NATIVE:
-        # Four at a time in place of y.to(float8), for which ptxas 12.8 unpacks and packs pairs again; where the result
-        # is stored in two layouts, it may even read some of it before it is written.
+        # Converts four elements at a time. For y.to(float8), ptxas 12.8 unpacks and repacks pairs. If the result is
+        # stored in two layouts, the generated code may even read some of it before it is written.
         return tl.inline_asm_elementwise(
             _FOUR_E4M3 if E4M3 else _FOUR_E5M2, "=r,r,r,r,r", [y], dtype=tl.uint8, is_pure=True, pack=4
         )
@@ -75,10 +75,11 @@ def encode(y, E4M3: tl.constexpr, NATIVE: tl.constexpr):
     sign = (y.to(tl.uint32, bitcast=True) >> 24) & 0x80
     a = tl.minimum(tl.abs(y), 448.0 if E4M3 else 57344.0)
     bits = a.to(tl.uint32, bitcast=True)
-    # Adds just under half a step, and the last bit kept: ties go to even. Then the difference of the biases.
+    # Adds just under half an ulp of the result, and the last kept bit: ties round to even. Then changes the exponent
+    # bias.
     normal = bits + ((bits >> SHIFT) & 1) + ((1 << (SHIFT - 1)) - 1)
     normal = (normal >> SHIFT) - (120 << 3 if E4M3 else 112 << 2)
-    # Below the smallest normal number: fp32's own rounding, at a magnitude where its step is that of the subnormals.
+    # Below the smallest normal: the fp32 addition rounds, at a magnitude where its ulp is the smallest fp8 subnormal.
     tiny = (a + (16384.0 if E4M3 else 128.0)).to(tl.uint32, bitcast=True) - (0x46800000 if E4M3 else 0x43000000)
     result = tl.where(a < (0.015625 if E4M3 else 6.103515625e-05), tiny, normal) | sign
     return tl.where(y == y, result, 0x7F).to(tl.uint8)

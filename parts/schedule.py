@@ -1,17 +1,17 @@
-"""Which rows belong to which tile, written on the device: the host never reads the offsets.
+"""The tile schedule of a grouped GEMM, computed on the device: the host never reads the offsets.
 
-One small launch writes a table of int32, which the products of the forward and of the backward read:
+One small launch writes an int32 table, which the GEMMs of the forward and of the backward read:
 
-    header      [4]           number of row tiles, then nothing
+    header      [4]           number of row tiles, 0, 0, 0
     groups      [G, 4]        group, first row, end of its rows, 0; the group with most rows first
     row tiles   [tiles, 4]    group, first row, end of the group's rows, 0; in the order of rows
 
-The rows behind the last offset are a group of their own, -1, whose tiles are filled with zeros. Offsets are read as
-monotonic and within the rows: each is clamped to [0, rows], and one that is less than an earlier one counts as that.
-So no content of them makes a kernel leave its memory, and the table has always room: s rows are at most
-s / BLOCK_M + 1 tiles, and there are at most G + 1 groups of rows.
+The rows past the last offset form a group of their own, -1, whose tiles of the output are filled with zeros. Offsets
+are made monotonic and within bounds: each is clamped to [0, rows], and to the largest offset before it. So no offsets
+can cause an access out of bounds. The table is always large enough: s rows are at most s / BLOCK_M + 1 tiles, and there
+are at most G + 1 groups of rows.
 
-A table of 128 groups and 384 row tiles is 8 KiB; its launch is bound by latency, some 3 us. Each of its CTAs scans all
+A table of 128 groups and 384 row tiles has 8 KiB. Its launch is bound by latency, some 3 us. Each of its CTAs scans all
 offsets, 128 of them in one load.
 """
 
@@ -32,17 +32,18 @@ CHUNK, MAX_TILES = 128, 64  # offsets scanned at a time, and row tiles written a
 
 
 def table_size(rows: int, groups: int) -> int:
-    """Numbers in a table, for tiles of any height."""
+    """Elements of a table, for tiles of any height."""
     return 4 * (1 + groups + _tiles(rows, groups))
 
 
 def _tiles(rows: int, groups: int) -> int:
-    """The most row tiles there can be."""
+    """An upper bound on the number of row tiles."""
     return rows // MIN_BLOCK_M + groups + 1
 
 
 def table_launch(kernel: Any, offsets: torch.Tensor, rows: int, block_m: int) -> Launch:
-    """Writes a table, given (offsets, table). `kernel` is the folder's own, whose body is `write_table`."""
+    """The launch that writes a table, given (offsets, table). `kernel` is the folder's JIT kernel around
+    `write_table`."""
     groups = offsets.shape[0]
     return Launch(
         kernel,
@@ -63,7 +64,8 @@ def _larger(a, b):
 
 @triton.jit
 def _ends(offsets_ptr, index, groups, rows, stride_o, before):
-    """Clamped offsets [CHUNK] at ascending indices, none less than an earlier one nor than `before`; 0 at index -1."""
+    """The offsets [CHUNK] at ascending indices, clamped to [0, rows] and to a running maximum that starts at `before`;
+    0 at index -1."""
     inside = (index >= 0) & (index < groups)
     end = tl.load(offsets_ptr + index.to(tl.int64) * stride_o, mask=inside, other=0)
     end = tl.minimum(tl.maximum(end, 0), rows).to(tl.int32)
@@ -72,7 +74,7 @@ def _ends(offsets_ptr, index, groups, rows, stride_o, before):
 
 @triton.jit
 def _own_rows(offsets_ptr, own, groups, rows, stride_o, CHUNK: tl.constexpr):
-    """First row of group `own` and the end of its rows: the largest of the offsets before it, and with its own."""
+    """First row of group `own` and the end of its rows: the maximum of the offsets before its own, and including it."""
     start, end = 0, 0
     for first in tl.range(0, own + 1, CHUNK):
         index = first + tl.arange(0, CHUNK)
@@ -86,7 +88,7 @@ def _own_rows(offsets_ptr, own, groups, rows, stride_o, CHUNK: tl.constexpr):
 
 @triton.jit
 def _entry(word, group, row, end):
-    """The words of an entry."""
+    """An entry of the table: (group, row, end, 0) at word 0, 1, 2, 3."""
     return tl.where(word == 0, group, tl.where(word == 1, row, tl.where(word == 2, end, 0)))
 
 
@@ -104,8 +106,9 @@ def write_table(
 ):
     """The body of a kernel that has these parameters, and is not specialised for rows, groups and room.
 
-    CTA g writes the entry of group g and the entries of its row tiles; the last one those of the rows behind the last
-    offset, the header, and zeros into what is left of the `room` for row tiles, so that equal calls give equal tables.
+    CTA g writes the entry of group g and the entries of its row tiles. The last CTA writes the header, the entries of
+    the rows past the last offset, and zeros into the unused part of the `room` for row tiles. So equal calls give equal
+    tables.
     """
     own = tl.program_id(0)
     start, end = _own_rows(offsets_ptr, own, groups, rows, stride_o, CHUNK)

@@ -1,4 +1,4 @@
-"""Products of 8-bit floating-point matrices with scales of tensors, rows and blocks."""
+"""GEMMs of fp8 matrices with scales of tensors, rows and blocks."""
 
 from .op import fp8_matmul
 

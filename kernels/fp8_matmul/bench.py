@@ -1,8 +1,8 @@
 """The declaration of fp8_matmul: cases, cost, peers. `python -m harness bench --kernel fp8_matmul`.
 
-Codes are bytes here, which the callables view as float8: most of what the checks do with tensors is not defined for
-float8. A case's dtype is that of a, with results in bf16; or it is the result's, fp16, in cases that Triton's
-interpreter computes, where kernels decode the bytes. Of fp32 results no more bits are right on Hopper: see README.
+fp8 operands are bytes here, which the callables view as float8: most operations of the checks are undefined for float8.
+A case's dtype is that of a, with results in bf16. In cases for Triton's interpreter, where kernels decode the bytes, it
+is that of the result, fp16. fp32 results have no more correct bits on Hopper: see README.
 
 Cases with `quantise` begin with both operands in bf16, which `fp8` quantises in the same call.
 """
@@ -34,7 +34,7 @@ UNIT = 16  # K and N are multiples of it
 def _case(
     m: int, k: int, n: int, scaling: str, dtype: torch.dtype | None = None, bench: bool = False, **params
 ) -> Case:
-    """Named M x K x N. `formats` of a and b: both are e4m3 unless it is given. `dtype`: fp16 results."""
+    """A case named by M x K x N. `formats` of a and b, by default e4m3 for both. `dtype`: fp16 for fp16 results."""
     formats = params.pop("formats", "e4m3")
     short = {None: "", FP16: "fp16"}[dtype]
     words = [f"{m}x{k}x{n}", short, formats, scaling, *(v if isinstance(v, str) else p for p, v in params.items())]
@@ -54,10 +54,10 @@ CASES = (
     _case(11008, 8192, 4096, LINE, bench=True),
     *(_case(8192, 4096, 11008, scaling, bench=True, quantise=True) for scaling in (ROW, SQUARE)),
     _case(8192, 4096, 11008, ROW, bench=True, fast_accum=True, quantise=True),
-    # Few rows, where b is what is read.
+    # Few rows, where the reads of b are the bound.
     *(_case(m, 8192, 8192, SQUARE, bench=True) for m in (1, 16, 64)),
     *(_case(16, 8192, 8192, scaling, bench=True) for scaling in (ROW, LINE)),
-    # What goes wrong: plain first, blocks with a tail in every dimension, formats, the smallest, nothing.
+    # Typical failures: default options first, partial blocks in every dimension, formats, the smallest sizes, no rows.
     _case(33, 208, 48, ROW, FP16),
     _case(19, 160, 32, TENSOR, FP16, formats="e5m2", bias=True),
     _case(40, 336, 144, SQUARE, FP16, formats="e4m3.e5m2"),
@@ -80,9 +80,9 @@ CASES = (
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """Products of variance about 1. Scales come first, for the checks write special values into the first input; those
-    of 1x128 lie column by column on 16-byte boundaries in cases that are timed, as `fp8(..., mn_major_scales=True)`
-    gives them."""
+    """Random inputs; the result has a variance of about 1. Scales come first, because the checks write special values
+    into the first input. In timed cases 1x128 scales are column-major on 16-byte boundaries, as from
+    `fp8(..., mn_major_scales=True)`."""
     if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         raise execute.Unavailable("needs compute capability {}.{}".format(*FIRST_CAPABILITY))
     m, k, n = sizes(case)
@@ -153,7 +153,7 @@ def cost(case: Case, mode: str) -> Cost:
 
 
 def _of_bytes(op: Op) -> Op:
-    """The op on bytes and the formats that they are of; or of operands that are quantised first, given `scaling`."""
+    """The op with operands given as bytes and their formats or, if `scaling` is given, quantised first."""
 
     def run(a, b, scale_a=None, scale_b=None, formats=None, scaling=None, **options):
         if scaling is not None:
@@ -184,8 +184,8 @@ def _product(a, b, scale_a, scale_b, bias=None, out_dtype=BF16, fast_accum=False
 
 
 def _reference(**inputs) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Operands are quantised in fp32 whatever they are given in, to the codes that `fp8` makes; the product of fp64
-    operands is in fp64."""
+    """Operands of any dtype are quantised in fp32, to the same bits as by `fp8`. The GEMM of fp64 operands is in
+    fp64."""
     if "scaling" not in inputs:
         return _product(**inputs)
     a, b, scaling = (inputs[name] for name in ("a", "b", "scaling"))
@@ -198,7 +198,7 @@ def _reference(**inputs) -> torch.Tensor | tuple[torch.Tensor, ...]:
 
 
 def _scaled_mm() -> Op:
-    """torch's: cuBLAS, and CUTLASS for scales of rows."""
+    """PyTorch's scaled_mm: cuBLAS, and CUTLASS for scales of rows."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     kinds = {
@@ -213,11 +213,11 @@ def _scaled_mm() -> Op:
         scaling = _scaling(a, b, scale_b)
         if scaling == ROW:
             scale_b = scale_b.t()
-        if scaling == SQUARE:  # its columns are those of b transposed, each padded to four numbers
+        if scaling == SQUARE:  # expects the transpose, with columns padded to a multiple of four elements
             if scale_b.shape[1] % 4:
                 scale_b = torch.nn.functional.pad(scale_b, (0, -scale_b.shape[1] % 4))
             scale_b = scale_b.t()
-        if scaling in BLOCKED and scale_a.stride(1) != a.shape[0]:  # its columns follow each other without a gap
+        if scaling in BLOCKED and scale_a.stride(1) != a.shape[0]:  # expects dense column-major scales
             scale_a = scale_a.t().contiguous().t()
         of_a, of_b = kinds[scaling]
         return scaled_mm(
@@ -248,7 +248,7 @@ def _deep_gemm() -> Op:
 
 
 def _timed(case: Case) -> bool:
-    """Where peers are: they take operands that are quantised."""
+    """Whether peers are timed in a case: they require quantised operands."""
     if case.params.get("quantise"):
         return False
     return case.bench or case in HOST_CASES
@@ -267,7 +267,7 @@ def _deep_gemm_takes(case: Case, mode: str) -> str | None:
 
 
 def _dense() -> Callable[..., torch.Tensor]:
-    """The product of the same sizes in bf16: of operands that come in bf16, else of random ones that are made once."""
+    """The GEMM of the same sizes in bf16: of the case's bf16 operands, else of random ones that are created once."""
     made: dict[tuple, torch.Tensor] = {}
 
     def operand(like: torch.Tensor) -> torch.Tensor:
@@ -286,7 +286,7 @@ def _dense_cost(case: Case, mode: str) -> Cost:
     return Cost(flops=2 * m * k * n, bytes=2 * (m * k + n * k + m * n), pipe="bf16")
 
 
-# What a layer would take otherwise.
+# The time that the same layer would take in bf16.
 DENSE = Yardstick("bf16", load=_dense, cost=_dense_cost)
 
 
@@ -357,7 +357,7 @@ SPEC = KernelSpec(
         "triton": _of_bytes(partial(fp8_matmul, backend="triton")),
         "cuda": _of_bytes(partial(fp8_matmul, backend="cuda")),
     },
-    # Elsewhere the first is the second.
+    # Below 9.0 "auto" is "triton".
     min_capability={"triton": (9, 0), "cuda": (9, 0)},
     alias_reason=_alias_reason,
     baselines=(
@@ -374,14 +374,14 @@ SPEC = KernelSpec(
     grads=(),
     modes=("fwd",),
     determinism={"fwd": "run-to-run"},
-    # Hopper's tensor cores cut sums of fp8 products to 13 bits behind the point. A sum near 0 may thus have the wrong
-    # sign, which an infinite scale would make all of the result.
+    # Hopper's tensor cores truncate sums of fp8 products to 13 fractional bits. A sum near 0 may thus have the wrong
+    # sign, which an infinite scale would turn into an infinity of the wrong sign.
     product_error=lambda inputs: 2**-12,
     limits={"scale_a": 1e30, "scale_b": 1e30},
     unit="rows",
     items=lambda case: case.dims["m"],
     fuzz={"m": (0, 20), "k16": (0, 17), "n16": (0, 9)},
-    spills={"_fp8_tile_kernel": 24},  # of kernels/fp8, which quantises operands
+    spills={"_fp8_tile_kernel": 24},  # a kernel of kernels/fp8, which quantises operands
     tunables=(
         Tunable(configs, "pick_config", "fwd", _candidates, ALONE, implementation="triton"),
         Tunable(configs, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES, implementation="cuda"),

@@ -1,13 +1,13 @@
-"""How fp8_matmul is launched: every choice is a pure function of the problem and the GPU.
+"""Launch configurations of fp8_matmul: every choice is a pure function of the problem and the GPU.
 
-What was tried is in EXPERIMENTS.md.
+EXPERIMENTS.md lists the alternatives that were tried.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIN_BLOCK_M, MIN_BLOCK_K = 16, 32  # what tl.dot takes of fp8
+MIN_BLOCK_M, MIN_BLOCK_K = 16, 32  # minimum of tl.dot in fp8
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class FewConfig:
     resident: int
 
 
-FEW_ROWS = 128  # up to which CUDA C++ is few_rows.cu, above products.cu
+FEW_ROWS = 128  # up to this number of rows CUDA C++ uses few_rows.cu, above it products.cu
 
 
 def pick_backend(backend: str, possible: bool) -> str:
@@ -76,9 +76,9 @@ def pick_config(
       scale. Without block scales 64 on sm_89, which has 99 KiB of shared memory.
     - Two sets of accumulators, the tensor cores' and fp32, are 128 registers a thread with a tile of 128 x 128 in 8
       warps. Without the second (`fast_accum`), a tile is twice as wide and loads 48 KiB where two narrow ones load 64.
-    - Up to 64 rows the reads of b bind: narrower tiles, and on Hopper and later 8 pipeline stages. With 8192 rows of b
-      two CTAs per SM then have 56 KiB of b in flight, where 32 KiB per SM are needed (4254 GB/s for 1 us); with tiles
-      of 64 and 4 stages it was one CTA with 24 KiB.
+    - Up to 64 rows the reads of b are the bound: narrower tiles, and from Hopper on 8 pipeline stages. With 8192 rows
+      of b two CTAs per SM then have 56 KiB of b in flight, where 32 KiB per SM are needed (4254 GB/s for 1 us); with
+      tiles of 64 and 4 stages it was one CTA with 24 KiB.
 
     By this estimate; not searched.
     """
@@ -178,5 +178,5 @@ def _power(size: int) -> int:
 
 
 def _fit(size: int, most: int) -> int:
-    """The block of a dimension: `most`, or for a smaller dimension its next power of two, at least 16."""
+    """The block size of a dimension: `most`, or for a smaller dimension its next power of two, at least 16."""
     return max(16, min(most, _power(size)))

@@ -1,6 +1,6 @@
 """One call of fp8_matmul, small or of a size that models have.
 
-`selftest` holds it against the reference, `info` asks which kernels it launches.
+`selftest` compares it with the reference; `info` lists the kernels that it launches.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient (none), and options that choose a version, and
-    what "auto" is of them on Hopper. `dtype` is the result's. Codes are small integers, whose sums are exact in tensor
-    cores too."""
+    """`inputs` of the public function, those that have a gradient (none), options that choose a version, and the
+    version that "auto" is on Hopper. `dtype` is the result's. fp8 values are small integers, whose sums are exact in
+    tensor cores too."""
     rows, depth, cols = (5, 272, 144) if small else (8192, 4096, 4096)
     a, b = (torch.randint(-2, 3, (n, depth), device=device).to(torch.float8_e4m3fn) for n in (rows, cols))
     blocks = (depth + 127) // 128

@@ -8,8 +8,8 @@ Back-of-the-envelope estimate, one NVIDIA H200 (1979 TFLOP/s of fp8 by the data 
   4096 x 7168 x 2112      124 GFLOP          62 MB          83 us          15 us
   8192 x 4096 x 11008     739 GFLOP         259 MB         492 us          61 us
 
-So the tensor cores bind. On Hopper they accumulate fp8 products with some 14 bits, aligned to the largest product. So
-their accumulators are promoted: added to fp32 registers after each K-block (`PROMOTE`).
+So the tensor cores are the bound. On Hopper they accumulate fp8 products with some 14 bits, aligned to the largest
+product. So their accumulators are promoted: added to fp32 registers after each K-block (`PROMOTE`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import triton.language as tl
 
 @triton.jit
 def _half_of(code, E4M3: tl.constexpr):
-    """fp16 of a byte: exact. For Triton's interpreter alone, whose own conversions of fp8 are wrong."""
+    """Converts fp8 bytes to fp16, exactly. Only for Triton's interpreter, whose own conversions of fp8 are wrong."""
     wide = code.to(tl.uint16)
-    if not E4M3:  # e5m2 is the upper half of fp16
+    if not E4M3:  # e5m2 is the upper byte of fp16
         return (wide << 8).to(tl.float16, bitcast=True)
-    # fp16 has a bias that is 8 more.
+    # The exponent bias of fp16 is 8 more than that of e4m3: a factor of 2^8.
     bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
@@ -32,7 +32,7 @@ def _half_of(code, E4M3: tl.constexpr):
 
 @triton.jit
 def _load_scale(ptr):
-    """Scales in fp32, stored as that or as UE8M0, whose byte is fp32's exponent."""
+    """Loads scales as fp32, from fp32 or from UE8M0, whose byte is the exponent of an fp32 number."""
     scale = tl.load(ptr)
     if scale.dtype == tl.uint8:
         bits = scale.to(tl.int32) << 23
@@ -43,8 +43,8 @@ def _load_scale(ptr):
 
 @triton.jit
 def _tile_of(rows, cols, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """This CTA's row and column of tiles: GROUP_M tiles of rows for one column, then those for the next, so that what
-    they read of b is in L2."""
+    """This CTA's tile (m, n) in grouped tile order: GROUP_M row tiles of a column, then the next column, so that loads
+    of b hit L2."""
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N)
     band = GROUP_M * tiles_n
     first = tl.program_id(0) // band * GROUP_M
@@ -53,7 +53,7 @@ def _tile_of(rows, cols, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: 
     return first + inside % height, inside // height
 
 
-# What changes from call to call comes first, then integers, then constexprs: see `Launch`.
+# Arguments that change from call to call come first, then integers, then constexprs: see `Launch`.
 @triton.jit(do_not_specialize=["rows", "stride_sam", "stride_sak", "stride_sbn", "stride_sbk", "stride_bias"])
 def _fp8_matmul_kernel(
     a_ptr,
@@ -83,13 +83,13 @@ def _fp8_matmul_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """y [rows, cols] = a · bᵀ, scaled, plus bias. A CTA for each tile.
+    """y [rows, cols] = a · bᵀ, scaled, plus bias. One CTA per tile.
 
-    SCALING  "outer": scales of tensors or rows, by their strides; once, at the end. "128x128" and "1x128": those of b;
-             after each BLOCK_K of k, which is 128 or all of it. BLOCK_N divides 128 then.
-    DECODE   operands are bytes, which become fp16 here: the rest is the same code.
+    SCALING  "outer": scales of tensors or rows, by their strides, applied in the epilogue. "128x128" and "1x128": the
+             blocks of b's scales, applied after each K-block. BLOCK_K is then 128 or all of K, and BLOCK_N divides 128.
+    DECODE   operands are bytes, which the kernel converts to fp16; the rest is the same code.
 
-    Rows and columns beyond the end are read again from the last one, and not stored.
+    Rows and columns out of bounds are clamped to the last one, and not stored.
     """
     tile_m, tile_n = _tile_of(rows, cols, GROUP_M, BLOCK_M, BLOCK_N)
     m, n, k = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)

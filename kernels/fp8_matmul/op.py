@@ -1,4 +1,4 @@
-"""The public function: checks, the lean eager call, registration with torch.library."""
+"""The public function: argument checks, the eager fast path, registration with torch.library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .scaling import expected, scaling_of
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = (torch.float32, torch.float8_e8m0fnu)
 FIRST_CAPABILITY = (8, 9)
-MAX_SIZE = 2**31 - 512  # positions within a tile have 32 bits
+MAX_SIZE = 2**31 - 512  # row and column indices are 32-bit, including the end of the last tile
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
@@ -30,43 +30,43 @@ def fp8_matmul(
     fast_accum: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """A linear layer on numbers of 8 bits: the product of a and the transpose of b, with scales.
+    """Computes a linear layer in fp8: the GEMM of a and the transpose of b, with scales.
 
         y[m, n] = Σ_k a[m, k] · scale_a[m, k] · b[n, k] · scale_b[n, k] + bias[n]
 
-    What shares a scale is read off the shapes of the scales; with L = ceil(K / 128):
+    The shapes of the scales determine which elements share a scale; with L = ceil(K / 128):
 
-        scale_a         scale_b               of
+        scale_a         scale_b               one scale for
         []              []                    the tensor
         [M] or [M, 1]   [N] or [N, 1]         a row of a, a row of b
         [M, L]          [ceil(N / 128), L]    1x128 elements of a, 128x128 of b
         [M, L]          [N, L]                1x128 elements of both: the gradient of weights
 
-    A scale is what its elements are multiplied by, as in DeepGEMM and torch._scaled_mm: `ridgeline.fp8` gives data and
-    scales in this form. Tensor cores form sums over at most 128 of k, which are added in fp32; those of blocks are
-    scaled before. The result is rounded once. Deterministic.
+    Elements are multiplied by their scale, as in DeepGEMM and torch._scaled_mm: `ridgeline.fp8` returns data and scales
+    in this form. Tensor cores accumulate K-blocks of at most 128, which are added in fp32 (promotion). Block scales are
+    applied before that addition. The result is rounded once. Deterministic.
 
     a        [M, K] float8_e4m3fn or float8_e5m2
-    b        [N, K] either of them, the layout of torch.nn.Linear's weight. K and N are multiples of 16; M, N and K are
-             at most 2^31 - 512. Rows that are contiguous and on 16-byte boundaries are read in place, others are copied
-             first.
+    b        [N, K] float8_e4m3fn or float8_e5m2, the layout of torch.nn.Linear's weight. K and N are multiples of 16;
+             M, N and K are at most 2^31 - 512. Both operands are read in place if their rows are contiguous and on
+             16-byte boundaries, else copied first.
     scale_*  float32 or float8_e8m0fnu, any strides
     bias     [N] float32, float16 or bfloat16, or None
-    out_dtype   of the result: bfloat16, float16 or float32
-    fast_accum  leaves the whole sum to the tensor cores, as torch._scaled_mm's use_fast_accum. Hopper's have about 14
-                bits for it. For scales of tensors and rows alone. With few rows in CUDA C++, where it would not be
-                faster, sums are formed as without it.
+    out_dtype   dtype of the result: bfloat16, float16 or float32
+    fast_accum  accumulates all of K in the tensor cores, as torch._scaled_mm's use_fast_accum. Hopper's tensor cores
+                accumulate with about 14 bits. Only for scales of tensors and rows. Ignored by CUDA C++ with few rows,
+                where it would not be faster.
     backend  "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0, with scales in float32),
              or "auto", the faster of those that can run (`configs.pick_backend`)
 
-    Returns y [M, N], contiguous. Not differentiable: numbers of 8 bits have no gradient, and the README shows the three
-    products of a layer. An input that requires a gradient is an error where gradients are recorded, never a zero.
+    Returns y [M, N], contiguous. Not differentiable: fp8 tensors have no gradient. The README shows the three GEMMs of
+    a layer. An input that requires a gradient is an error in grad mode.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a GPU below
     compute capability 8.9, a CPU tensor outside Triton's interpreter, an input that requires a gradient, and for
     backend="cuda" where it cannot run.
 
-    Source: Micikevicius et al. 2022 (arXiv:2209.05433); the blocks and the promotion to fp32 are DeepSeek-V3's (2024,
+    Source: Micikevicius et al. 2022 (arXiv:2209.05433); block scales and promotion to fp32, DeepSeek-V3 (2024,
     arXiv:2412.19437, section 3.3).
     """
     no_gradient("fp8_matmul", a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
@@ -126,12 +126,12 @@ def _check_options(scaling, out_dtype, fast_accum, backend) -> None:
 
 
 def _bits(scale: torch.Tensor) -> torch.Tensor:
-    """As the kernels read it: Triton has no type for UE8M0."""
+    """The scale as the kernels read it, UE8M0 as bytes: Triton has no type for UE8M0."""
     return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
 
 
 def _product_plan(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, backend):
-    """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
+    """The cached plan for these arguments. Only for plain tensors: the key does not describe others completely."""
     tensors = signature(a), signature(b), signature(scale_a), signature(scale_b), signature(bias)
     key = (*tensors, out_dtype, fast_accum, backend)
     plan = _PRODUCT.find(key)
@@ -142,8 +142,8 @@ def _product_plan(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, backend):
     return plan
 
 
-# Codes and scales of 8 bits are bytes here: most of what torch.library's own checks do with tensors is not defined for
-# float8.
+# The custom op takes fp8 tensors and UE8M0 scales as bytes: most operations that torch.library's checks use are
+# undefined for float8.
 @torch.library.custom_op(f"{_NAMESPACE}::fp8_matmul", mutates_args=())
 def _product_op(
     a: torch.Tensor,

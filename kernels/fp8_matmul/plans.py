@@ -1,4 +1,4 @@
-"""Launch plans of fp8_matmul: all of a call that does not change with the tensors' contents and addresses."""
+"""Launch plans of fp8_matmul: the part of a call that does not depend on the tensors' contents and addresses."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def product_plan(
     fast_accum: bool,
     backend: str,
 ) -> Product:
-    """Takes (a, b, scale_a, scale_b, bias) like these, as `op` has checked them, and returns y. Scales in UE8M0 are
-    bytes. RuntimeError where `backend` cannot take them."""
+    """The plan for tensors like these, which `op` has checked. It takes (a, b, scale_a, scale_b, bias) and returns y.
+    UE8M0 scales are passed as bytes. RuntimeError if `backend` cannot run."""
     (rows, depth), cols, device = a.shape, b.shape[0], a.device
     a_copied, b_copied = not _in_place(a), not _in_place(b)
     a, b = _dense(a) if a_copied else a, _dense(b) if b_copied else b
@@ -43,7 +43,7 @@ def product_plan(
         raise RuntimeError(f'fp8_matmul: backend="cuda" cannot run here: {reason}')
     write = None
     if rows and cols:
-        # Without terms there is nothing for TMA to load.
+        # With K = 0 the operands are empty, which TMA does not support.
         make = _cuda_write if backend == "cuda" and depth else _triton_write
         write = make(a, b, scale_a, scale_b, bias, out_dtype, fast_accum)
 
@@ -114,7 +114,7 @@ def _cuda_write(
 ) -> Write:
     (rows, depth), cols = a.shape, b.shape[0]
     scaling = scaling_of(rows, cols, depth, scale_a.shape, scale_b.shape)
-    # SCALING of products.cu and few_rows.cu, which has no sums of tensor cores alone: they would not be faster.
+    # SCALING of products.cu and few_rows.cu. The latter always promotes: it would not be faster without.
     few = rows <= configs.FEW_ROWS
     number = (2 if scaling == SQUARE else 3) if scaling in BLOCKED else int(few or not fast_accum)
     strides = *scale_strides(scale_a, scaling), *scale_strides(scale_b, scaling)
@@ -127,24 +127,25 @@ def _cuda_write(
 
 
 def scale_strides(scale: torch.Tensor, scaling: str | None) -> tuple[int, int]:
-    """From the scale of a row (or of 128 of them) to the next one's, and from one of 128 elements of k to the next."""
+    """The strides of a scale: from one row (or block of 128 rows) to the next, and from one K-block of 128 to the
+    next."""
     if scaling in BLOCKED:
         return scale.stride(0), scale.stride(1)
     return (scale.stride(0), 0) if scaling == ROW else (0, 0)
 
 
 def _in_place(codes: torch.Tensor) -> bool:
-    """Whether rows are contiguous, apart and on 16-byte boundaries. The stride of a single row is arbitrary, and any
-    that is none of these leads to a copy."""
+    """Whether rows are contiguous, do not overlap, and start on 16-byte boundaries. The stride of a single row is
+    arbitrary; if it does not meet this, the matrix is copied too."""
     pitch = codes.stride(0)
     return codes.stride(1) == 1 and pitch >= codes.shape[1] and not pitch % VECTOR and not codes.data_ptr() % VECTOR
 
 
 def _dense(codes: torch.Tensor) -> torch.Tensor:
-    """A copy in contiguous rows on a boundary; `contiguous` would keep contiguous rows off a boundary."""
+    """A contiguous, aligned copy. `contiguous()` would return a contiguous tensor that is not aligned as it is."""
     return codes.clone(memory_format=torch.contiguous_format)
 
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """Compute capability; the interpreter stands for an sm_89."""
+    """Compute capability; in the interpreter that of an sm_89."""
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 9)

@@ -1,4 +1,5 @@
-"""fp8_matmul in plain PyTorch: the oracle. PyTorch decodes float8 exactly. Computes in fp32 or, given fp64, in fp64."""
+"""fp8_matmul in plain PyTorch, the reference of the tests. PyTorch decodes float8 exactly. Computes in fp32 or, given
+fp64, in fp64."""
 
 from __future__ import annotations
 
@@ -15,8 +16,7 @@ def fp8_matmul_reference(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """a [M, K] and b [N, K] in float8, or the same numbers in a wider dtype. Given anything in fp64 the result stays
-    in fp64."""
+    """a [M, K] and b [N, K] in float8, or the same values in a wider dtype. The result is fp64 if any operand is."""
     wide = torch.float64 if torch.float64 in (a.dtype, b.dtype, scale_a.dtype, scale_b.dtype) else torch.float32
     (rows, depth), (cols, _) = a.shape, b.shape
     if b.shape[1] != depth or (bias is not None and bias.shape != (cols,)):
@@ -34,7 +34,7 @@ def fp8_matmul_reference(
 
 
 def _by_blocks(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
-    """The sum over blocks of 128 of k, each times the scales of its rows and columns."""
+    """The sum over K-blocks of 128, each times the scales of its rows and columns."""
     (rows, depth), cols = a.shape, b.shape[0]
     blocks = -(-depth // BLOCK)
     of_blocks = (-(-cols // BLOCK), blocks)

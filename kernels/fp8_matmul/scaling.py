@@ -1,4 +1,4 @@
-"""Which elements share a scale, read off the shapes of the scales."""
+"""The scaling mode (which elements share a scale), determined by the shapes of the scales."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 BLOCK = 128  # elements of k, and rows of b, that share a scale
 
-# Each by what b's scales are of; a's are of the tensor, of a row, and of 1x128 elements for both of the last two.
+# Named by the elements of b that share a scale. For a they are the tensor, a row and, in the last two, 1x128 elements.
 TENSOR, ROW, SQUARE, LINE = "tensor", "row", "128x128", "1x128"
 BLOCKED = (SQUARE, LINE)
 
@@ -16,8 +16,8 @@ def blocks(size: int) -> int:
 
 
 def scaling_of(rows: int, cols: int, depth: int, scale_a: Sequence[int], scale_b: Sequence[int]) -> str | None:
-    """The scaling that scales of these shapes stand for, or None. Where several fit, they mean the same: with one block
-    of k, a scale of 1x128 elements is a row's."""
+    """The scaling mode of scales with these shapes, or None. If several modes fit, they are equivalent: with a single
+    K-block, a scale of 1x128 elements is that of a row."""
     lines = blocks(depth)
     of_a = {
         TENSOR: [()],
@@ -38,7 +38,7 @@ def scaling_of(rows: int, cols: int, depth: int, scale_a: Sequence[int], scale_b
 
 
 def expected(rows: int, cols: int, depth: int) -> str:
-    """The pairs of shapes that `scaling_of` knows, for an error message."""
+    """The pairs of shapes that `scaling_of` accepts, for an error message."""
     lines = blocks(depth)
     return (
         f"[] and []; [{rows}] or [{rows}, 1] and [{cols}] or [{cols}, 1]; [{rows}, {lines}] and "

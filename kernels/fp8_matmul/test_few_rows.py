@@ -1,5 +1,5 @@
-"""The version for few rows on Hopper (sm90/few_rows.cu): its configuration, that it compiles, and on a GPU that it is
-right."""
+"""Tests of the version for few rows on Hopper (sm90/few_rows.cu): its configuration, compilation, and on a GPU the
+results."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_every_size_has_a_configuration(scaling: int) -> None:
         config = configs.pick_few_config(rows, cols, depth, scaling)
         assert rows <= config.rows <= 128 and config.stages >= 4
         assert config.splits in (1, 2, 4, 8) and config.splits <= max(1, -(-depth // 128))
-        # An SM has 228 KiB, of which each CTA takes one for itself.
+        # An SM has 228 KiB, of which the hardware reserves 1 KiB for each CTA.
         assert config.resident * (few_rows.shared_bytes(scaling, config) + 1024) <= 228 << 10
 
 
 def test_its_clusters_run_at_once() -> None:
-    """8192 x 8192 in 64 clusters of 2 CTAs, two CTAs per SM. Of clusters of 4 at most 62 run at once by the driver's
+    """8192 x 8192 uses 64 clusters of 2 CTAs, two CTAs per SM. At most 62 clusters of 4 are resident by the driver's
     count, so that the last two would be a second wave."""
     assert configs.pick_few_config(16, 8192, 8192, 2) == configs.FewConfig(16, 2, 2, 6, 2)
     assert configs.pick_few_config(64, 8192, 8192, 2) == configs.FewConfig(64, 2, 2, 4, 2)
@@ -71,7 +71,7 @@ def test_it_compiles_and_does_not_spill(rows: int, scaling: int) -> None:
     defines = tuple(f"{name}={value}" for name, value in chosen.items())
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "fp8_matmul_few_rows")
     assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
-    assert set(usage.early_own_reads) <= {"LDS.32", "LDS.64"}  # of scales, which threads copy
+    assert set(usage.early_own_reads) <= {"LDS.32", "LDS.64"}  # reads of scales, which threads copy
     assert usage.mma == {"QGMMA": 4} and usage.wgmma_waits == 1
     assert usage.registers * few_rows.threads(config) * config.resident <= 65536
 
@@ -91,7 +91,7 @@ def test_host_and_device_agree() -> None:
 @SCALINGS
 @pytest.mark.parametrize("rows", [*FEW, 65, 128])
 def test_it_is_right(compiler, rows: int, scaling: str) -> None:
-    """Tails of every dimension, one K-block and many, and repeats that agree bit for bit."""
+    """Remainders in every dimension, one K-block and many. Repeated runs agree bit for bit."""
     for k, n in ((16, 16), (272, 144), (1040, 400), (2064, 528), (8192, 48), (384, 1232)):
         a, b, *scales = operands(rows, k, n, scaling)
         bias = torch.randn(n, device="cuda")
@@ -143,7 +143,7 @@ def test_every_dtype(compiler, scaling: str, out_dtype: torch.dtype, bias: torch
 @ON_HOPPER
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_fast_accum_is_a_permission(compiler, scaling: str) -> None:
-    """Accumulators are promoted after each K-block of 128 all the same."""
+    """With fast_accum, accumulators are still promoted after each K-block of 128."""
     a, b, *scales = operands(33, 2064, 528, scaling)
     want = fp8_matmul(a, b, *scales, out_dtype=torch.float32, backend="cuda")
     assert torch.equal(fp8_matmul(a, b, *scales, out_dtype=torch.float32, fast_accum=True, backend="cuda"), want)
@@ -151,7 +151,7 @@ def test_fast_accum_is_a_permission(compiler, scaling: str) -> None:
 
 @ON_HOPPER
 def test_layouts(compiler) -> None:
-    """Operands within wider rows and unaligned, and column-major scales."""
+    """Operands that are slices of wider rows, unaligned operands, and column-major scales."""
     a, b, scale_a, scale_b = operands(21, 656, 272, "1x128")
     want = fp8_matmul(a, b, scale_a, scale_b, backend="cuda")
     wide_a, wide_b = (torch.zeros(len(t), 704, dtype=torch.uint8, device="cuda") for t in (a, b))

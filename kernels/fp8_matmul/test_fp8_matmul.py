@@ -1,5 +1,5 @@
-"""What is special to fp8_matmul: every code, the four scalings, a layer's three products, and what is refused. The rest
-follows from SPEC: tests/test_specs.py. In the interpreter kernels decode the bytes themselves."""
+"""Tests that are specific to fp8_matmul: every fp8 value, the four scaling modes, a layer's three GEMMs, and errors.
+tests/test_specs.py derives the rest from SPEC. In the interpreter kernels decode the bytes themselves."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def operands(m: int, k: int, n: int, scaling: str, dtype: torch.dtype = E4M3) ->
 
 
 def agrees(ours: torch.Tensor, *arguments, rtol: float = 2e-3) -> None:
-    """The result is that of the reference in fp64, NaN and infinities in the same places. Hopper's tensor cores have 14
-    bits for a sum of 128 terms, so that the error is measured against the largest result."""
+    """Checks the result against the reference in fp64, with NaN and infinities in the same places. Hopper's tensor
+    cores accumulate a K-block of 128 with 14 bits, so that the error is relative to the largest result."""
     want = fp8_matmul_reference(*(t.double() if isinstance(t, torch.Tensor) else t for t in arguments))
     for test in (torch.isnan, torch.isposinf, torch.isneginf):
         assert torch.equal(test(ours), test(want))
@@ -53,14 +53,14 @@ def agrees(ours: torch.Tensor, *arguments, rtol: float = 2e-3) -> None:
 
 @FORMATS
 def test_every_code_counts_as_what_it_is(dtype: torch.dtype) -> None:
-    """A row of the identity reads a column of a: exact."""
+    """Multiplication by the identity returns a exactly."""
     codes = torch.arange(256, device=DEVICE).to(torch.uint8).view(dtype)
     finite = codes.double().isfinite()
     usable = torch.where(finite, codes.view(torch.uint8), 0).view(16, 16).view(dtype)
     one = torch.tensor(1.0, device=DEVICE)
     y = fp8_matmul(usable, torch.eye(16, device=DEVICE).to(dtype), one, one, out_dtype=torch.float32)
     assert torch.equal(y, usable.float())
-    # What is not finite makes its row NaN, for 0 times it is; elsewhere it is not seen.
+    # A value that is not finite makes its row NaN, since 0 times it is NaN; other rows are unaffected.
     spoilt = usable.clone().view(torch.uint8)
     spoilt[3, 5] = 0x7F if dtype == E4M3 else 0x7C
     y = fp8_matmul(spoilt.view(dtype), torch.eye(16, device=DEVICE).to(dtype), one, one, out_dtype=torch.float32)
@@ -79,8 +79,8 @@ def test_every_pair_of_formats(scaling: str) -> None:
 
 @SCALINGS
 def test_scales_of_eight_bits(scaling: str) -> None:
-    """As fp32 scales of the same values: bit for bit in Triton, the only version that supports them. By default fp32
-    scales may go to CUDA C++, which adds in another order."""
+    """UE8M0 scales give the same bits as fp32 scales of the same values in Triton, the only version that supports them.
+    By default fp32 scales may use CUDA C++, which adds in another order."""
     a, b, *scales = operands(21, 272, 144, scaling)
     bytes_ = [torch.randint(118, 130, s.shape, device=DEVICE).to(torch.uint8) for s in scales]
     small = [s.view(torch.float8_e8m0fnu) for s in bytes_]
@@ -97,7 +97,7 @@ def test_the_ends_of_e8m0(code: int, value: float) -> None:
     other = torch.tensor(1.0 if value != value else min(1.0, 2.0**100 / value), device=DEVICE)
     y = fp8_matmul(a, a.expand(16, 16).contiguous(), scale, other, out_dtype=torch.float32)
     assert torch.equal(y.isnan(), torch.full_like(y, value != value).bool())
-    if value == value and DEVICE == "cpu":  # a GPU may take the subnormal one for zero
+    if value == value and DEVICE == "cpu":  # a GPU may flush the subnormal scale to zero
         assert (y == 16 * value * other.item()).all()
 
 
@@ -110,7 +110,8 @@ def test_scales_column_by_column_and_a_bias_at_a_stride() -> None:
 
 
 def test_one_block_of_k_may_be_called_either() -> None:
-    """[M, 1] and [N, 1] are scales of rows and of 1x128 elements, which is the same."""
+    """With a single K-block, [M, 1] and [N, 1] are scales both of rows and of 1x128 elements: the two are
+    equivalent."""
     a, b, scale_a, scale_b = operands(5, 96, 32, LINE)
     assert torch.equal(fp8_matmul(a, b, scale_a, scale_b), fp8_matmul(a, b, scale_a[:, 0], scale_b[:, 0]))
     assert scaling_of(5, 32, 96, (5, 1), (32, 1)) == ROW
@@ -196,7 +197,7 @@ BAD = [
 
 
 def test_sizes_that_tiles_cannot_count_are_errors() -> None:
-    """Depths just below 2^31 as well: the number of steps, rounded up, would have been negative."""
+    """Also K just below 2^31: the number of K-blocks, rounded up in 32 bits, would be negative."""
     code, scale = torch.ones(1, 1, device=DEVICE).to(E4M3), torch.ones((), device=DEVICE)
     few = code.expand(16, 16)
     for name, a, b in (
@@ -242,13 +243,13 @@ def test_every_size_has_a_configuration(capability: tuple[int, int]) -> None:
         config = configs.pick_config(rows, cols, depth, blocked, fast and not blocked, capability)
         assert config.block_m * config.block_n <= 64 * 32 * config.num_warps * (1 + fast)
         assert config.block_k >= 32
-        if blocked:  # a step has one scale, and so has a tile's column of 128x128
+        if blocked:  # a K-block has one scale, and so has a tile's 128x128 block
             assert config.block_k == 128 or config.block_k >= depth
             assert 128 % config.block_n == 0
 
 
 def test_a_copy_works_under_another_name(tmp_path: Path) -> None:
-    """Of the public function itself: SPEC's callables take bytes."""
+    """Calls the public function directly, because SPEC's callables take bytes."""
     folder = Path(op.__file__).parent
     ignored = shutil.ignore_patterns("bench.py", "test_*.py", "__pycache__")
     shutil.copytree(folder, tmp_path / "elsewhere" / "copied", ignore=ignored)
@@ -272,7 +273,7 @@ torch.testing.assert_close(ours, want, rtol=1e-2, atol=1e-2)
 
 @pytest.mark.slow
 def test_it_compiles_for_ada() -> None:
-    """sm_89 is promised and in no table: SPEC.compile_targets are columns of docs/SUPPORT.md for every kernel."""
+    """sm_89 is supported but in no table: SPEC.compile_targets are the columns of docs/SUPPORT.md for every kernel."""
     script = """
 from harness.compiling import ahead
 from kernels.fp8_matmul.bench import SPEC
@@ -307,7 +308,7 @@ def _count_tiles(counts_ptr, rows, cols, GROUP_M: tl.constexpr, BLOCK_M: tl.cons
 
 @pytest.mark.parametrize(("down", "across"), [(1, 1), (3, 5), (8, 3), (19, 4)])
 def test_every_tile_has_one_cta(down, across):
-    """Also where rows of tiles are no multiple of those that go together."""
+    """Also if the number of row tiles is not a multiple of GROUP_M."""
     counts = torch.zeros(down, across, dtype=torch.int32, device=DEVICE)
     _count_tiles[(down * across,)](counts, 16 * down - 3, 32 * across - 5, GROUP_M=8, BLOCK_M=16, BLOCK_N=32)
     assert counts.eq(1).all()

@@ -1,4 +1,4 @@
-"""The version for Hopper (sm90/): which problems it takes, that it compiles, and on a GPU that it is right."""
+"""Tests of the version for Hopper (sm90/): supported problems, compilation, and on a GPU the results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compiler() -> None:
 
 
 def test_what_it_takes() -> None:
-    """No GPU is asked: capability and dtypes alone decide, and last whether there is a compiler."""
+    """Needs no GPU: the result depends only on capability and dtypes, and then on the presence of a compiler."""
     one, small = torch.tensor(1.0), torch.tensor(127, dtype=torch.uint8)
     assert products.unsupported_reason(one, one, HOPPER) == cuda_driver.no_compiler()
     assert "compute capability 9.0" in str(products.unsupported_reason(one, one, (8, 9)))
@@ -45,8 +45,8 @@ def test_where_it_cannot_run_is_an_error() -> None:
 
 
 def test_what_a_launch_is_told_of_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SCALING of products.cu and few_rows.cu, and the strides of both scales, which are read in place. There is no
-    promotion only with fast accumulation and many rows."""
+    """A launch gets SCALING of products.cu or few_rows.cu, and the strides of both scales, which are read in place.
+    Promotion is off only with fast accumulation and many rows."""
     told = []
 
     def noting(module: object) -> Any:
@@ -70,7 +70,7 @@ VARIANTS = [
     (1, 128, 0),
     *((scaling, n, turns) for scaling in (2, 3) for n in (128, 192) for turns in (0, 1)),
 ]
-# The same with the names that scalings have in Python.
+# The same with the Python names of the scaling modes.
 TILES = pytest.mark.parametrize(
     ("scaling", "block_n", "turns"),
     [
@@ -101,20 +101,22 @@ def defines(scaling: int, block_n: int, turns: int, cluster: int, **changes: int
 def test_it_compiles_and_does_not_spill(scaling: int, block_n: int, turns: int, cluster: int) -> None:
     other = dict(A_E4M3=0, OUT32=1, BIAS=3) if cluster == 1 else dict(B_E4M3=0, BIAS=1)
     if block_n == 192 and not turns:
-        other["BIAS"] = 0  # its results of 16 bits with a bias spill 12 bytes; no picked configuration has it
+        other["BIAS"] = 0  # 16-bit results with a bias spill 12 bytes; this configuration is never picked
     code = nvrtc.compiled(SOURCE, "sm_90a", defines(scaling, block_n, turns, cluster, **other))
     usage = sass.inspect(code, "fp8_matmul_products")
     assert usage.spills == 0 and usage.stack == 0
     assert usage.early_arrivals == 0 and usage.early_own_reads == {}
-    # Four a step. Of 256 columns: or of the first half of them; else of the first step, and of each set in the loop.
+    # Four per K-block. With 256 columns, in two main loops: for all columns, and for half of them. Else for the first
+    # K-block, and for each set of accumulators in the main loop.
     sets = 2 if block_n == 128 else 1
     assert usage.mma == {"QGMMA": 4 + 4 * sets}
-    # ptxas has let a step's run on. A wait or, of TURNS, two a step; the last; of 256 columns in both loops.
+    # One wait per K-block (two with TURNS) and a last one; with 256 columns in both loops. ptxas has not serialised the
+    # wgmmas of a K-block.
     assert usage.wgmma_waits == (sets * (1 + turns) + 1 if scaling else 4)
 
 
 def test_few_rows_are_not_its_own() -> None:
-    """Up to FEW_ROWS CUDA C++ is few_rows.cu, so that what is tested here has more."""
+    """Up to FEW_ROWS rows CUDA C++ uses few_rows.cu, so that the tests of products.cu have more."""
     sizes = next(mark.args[1] for mark in test_it_is_right.pytestmark if mark.args[:1] == (("m", "k", "n"),))
     assert all(m > configs.FEW_ROWS for m, _, _ in sizes)
 
@@ -145,8 +147,8 @@ def test_every_candidate_fits_into_shared_memory() -> None:
 
 
 def test_which_tiles_it_has() -> None:
-    """With block scales the tile whose waves take fewer cycles: on 132 CTAs 8192 x 8192 is 21 waves of 192 columns or
-    32 of 128; 256 columns of few rows are two tiles in one wave either way."""
+    """With block scales the tile whose waves take less time is picked: on 132 SMs 8192 x 8192 is 21 waves of 192
+    columns or 32 of 128; 256 columns with few rows are two tiles in one wave in either case."""
     picked = [configs.pick_cuda_config(rows, cols, 8192, 2).block_n for rows, cols in ((8192, 8192), (200, 256))]
     assert picked == [192, 128]
 
@@ -161,11 +163,11 @@ def test_which_tiles_it_has() -> None:
         (131, 16, 16),
         (165, 272, 144),
         (129, 1040, 400),
-        (300, 2064, 528),  # three row tiles: a cluster has one
+        (300, 2064, 528),  # three row tiles: the last cluster has only one
         (133, 8192, 48),
-        (257, 384, 208),  # a last tile of 16 columns of 192, whose second square of scales is not there
-        (130, 640, 448),  # a tile of 192 that begins within a square, with columns in both
-        (193, 384, 688),  # of the last row tile one consumer has a row
+        (257, 384, 208),  # a last tile with 16 of 192 columns, whose second 128x128 block is out of bounds
+        (130, 640, 448),  # a tile of 192 that begins within a 128x128 block, with columns in two blocks
+        (193, 384, 688),  # in the last row tile only one consumer has a row
     ],
 )
 @TILES
@@ -199,7 +201,7 @@ def test_every_dtype(compiler, scaling: str, out_dtype: torch.dtype, bias: torch
 @pytest.mark.parametrize("k", [16, 256, 1168])
 @TILES
 def test_more_tiles_than_sms(compiler, monkeypatch, scaling: str, block_n: int, turns: bool, k: int) -> None:
-    """Every CTA computes several tiles, of one, two and ten K-blocks; repeats agree bit for bit."""
+    """Every CTA computes several tiles, of one, two and ten K-blocks. Repeated runs agree bit for bit."""
     skip_a_single_block(scaling, block_n, k)
     config = configs.CudaConfig(4, 8, 2, block_n, turns)
     monkeypatch.setattr(configs, "pick_cuda_config", lambda *_: config)
@@ -217,7 +219,8 @@ def test_more_tiles_than_sms(compiler, monkeypatch, scaling: str, block_n: int, 
 def test_tiles_change_no_bit(
     compiler, monkeypatch, scaling: str, block_n: int, turns: bool, m: int, n: int, out_dtype: torch.dtype
 ) -> None:
-    """Against what is picked: of about one tile a CTA, and of more tiles than SMs."""
+    """Results are bit-identical to those of the picked configuration, with about one tile a CTA, and with more tiles
+    than SMs."""
     a, b, *scales = operands(m, 528, n, scaling)
     scales = [scale / 64 for scale in scales]
     bias = torch.randn(n, device="cuda")

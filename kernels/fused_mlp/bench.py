@@ -52,8 +52,8 @@ WIDE = tuple(
     )
 )
 SMALL = (
-    # What goes wrong: plain first, then options, nothing, one of everything, several tiles. Every check is made on each
-    # set of options, so these are few: test_fused_mlp.py tries the other activations, and the GPU's cases have them.
+    # Typical failures: default options first, then others, no rows, sizes of one, several tiles. Every check runs on
+    # each case, so these are few: test_fused_mlp.py tests the other activations, and so do the GPU's cases.
     _case(11, 8, 18, 12, FP32),
     _case(10, 8, 18, 12, FP32, "gelu", gated=True, biased=True),
     _case(9, 6, 18, 10, FP16, "gelu_tanh", save="input"),
@@ -62,7 +62,7 @@ SMALL = (
     _case(67, 33, 70, 41, FP32),
 )
 ON_GPU = (
-    # Tiles with and without remainders, and rows on any boundary; in bf16, which the interpreter computes wrongly.
+    # Tiles with and without remainders, and unaligned rows. bf16 runs on the GPU only: the interpreter is wrong.
     _case(300, 128, 512, 256, BF16, "silu", "tiles", biased=True),
     _case(517, 256, 683, 256, BF16, "gelu", "odd"),
     _case(517, 256, 683, 256, BF16, "silu", "odd", gated=True, save="input"),
@@ -76,7 +76,7 @@ HOST_CASES = (_case(4, 64, 200, 64, BF16, "silu", "host"),)
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """Weights such that what is before the activation, and y, have variances of about 1."""
+    """Random inputs, with weights scaled so that the activation's argument and y have variances of about 1."""
     rows, dim, hidden, dim_out = (case.dims[name] for name in ("rows", "dim", "hidden", "dim_out"))
     params = dict(case.params)
 
@@ -96,8 +96,8 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 
 def cost(case: Case, mode: str) -> Cost:
-    """Forward: x, the weights, y. Backward: dy, x, the weights, and a gradient of each. What the backward keeps or
-    computes again is a choice, and no compulsory work."""
+    """Compulsory traffic. Forward: x, the weights, y. Backward: dy, x, the weights, and a gradient of each. Saving or
+    recomputing activations is a choice of the implementation and does not count."""
     rows, dim, hidden, dim_out = (case.dims[name] for name in ("rows", "dim", "hidden", "dim_out"))
     products = 2 if case.params.get("gated") else 1
     weights = hidden * (products * dim + dim_out) + (hidden + dim_out) * case.params.get("biased", False)
@@ -114,9 +114,9 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class _Beforehand:
-    """A peer whose weights lie as it wants them, which its caller has seen to beforehand: they are laid out once for
-    each set of weights, outside of what is timed. `lay_out` takes w1, w2 and w_gate, if there is one; `back` turns
-    gradients of its results into theirs, as views; `op` takes x, those results, and options."""
+    """A peer that requires its own layout of the weights. They are converted once for each set of weights, outside the
+    timed region. `lay_out` takes w1, w2 and w_gate, if there is one; `back` turns gradients of the results of `lay_out`
+    into those of the weights, as views; `op` takes x, the results of `lay_out`, and options."""
 
     def __init__(self, op: Op, lay_out: Callable[..., Tensors], back: Callable[..., Tensors]) -> None:
         self.op, self.lay_out, self.back = op, lay_out, back
@@ -131,7 +131,7 @@ class _Beforehand:
         if key not in self.made:
             if len(self.made) == 8:
                 del self.made[next(iter(self.made))]
-            # The weights are kept, so that no others come to lie at their addresses.
+            # The weights are kept alive, so that no others are allocated at their addresses.
             self.made[key] = tuple(w.detach() for w in weights), self.lay_out(*weights)
         return self.made[key][1]
 
@@ -155,7 +155,7 @@ class _Call(torch.autograd.Function):
 
 
 def _pad(multiple: int, w1: torch.Tensor, w2: torch.Tensor, *w_gate: torch.Tensor) -> Tensors:
-    """The hidden padded by zeros."""
+    """The weights with the hidden dimension padded with zeros to a multiple of `multiple`."""
     more = -w1.shape[0] % multiple
     return F.pad(w1, (0, 0, 0, more)), F.pad(w2, (0, more)), *(F.pad(w, (0, 0, 0, more)) for w in w_gate)
 
@@ -202,14 +202,14 @@ def _quack() -> Op:
 
 
 def _quack_supports(case: Case, mode: str) -> str | None:
-    """Its rows are of 16 bytes; the hidden is padded for it."""
+    """Why QuACK cannot run a case, or None. It requires rows of whole 16-byte vectors; the hidden is padded for it."""
     if case.params.get("biased") or case in SMALL + ON_GPU:
         return "is for the timed cases"
     return "has no exact GELU" if case.params["activation"] == "gelu" else None
 
 
 def _backend(case: Case) -> str | None:
-    """What auto takes for all products on Hopper; None where that is no backend by itself."""
+    """The backend that "auto" uses for all GEMMs on Hopper; None if that is a mixture of versions."""
     rows, dim, hidden, dim_out = (case.dims[n] for n in ("rows", "dim", "hidden", "dim_out"))
     use = configs.pick_versions("auto", rows, dim, hidden, case.dtype, hopper=True)
     if use.narrow and max(dim, dim_out) <= configs.MAX_NARROW and dim % 8 == dim_out % 8 == 0:
@@ -228,12 +228,12 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation == _backend(case):
         return "it is what auto takes here"
-    # What the checks run in mode "bwd" includes the forward, which auto takes from each version for some cases.
+    # In mode "bwd" the checks also run the forward, which "auto" computes by each version for some cases.
     return "the backward is the same" if implementation in ("fused", "two_gemms") and mode == "bwd" else None
 
 
 def _product_candidates(case: Case) -> list[configs.ProductConfig]:
-    """128 sums a thread at most."""
+    """Candidates with at most 128 accumulators a thread."""
     shapes = ((64, 64, 4, 2), (64, 128, 4, 2), (128, 128, 4, 2), (128, 128, 8, 1), (128, 256, 8, 1), (256, 128, 8, 1))
     return [
         configs.ProductConfig(m, n, k, raster, stages, warps, ctas)
@@ -254,7 +254,7 @@ def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
 
 
 def _narrow_candidates(case: Case) -> list[configs.NarrowConfig]:
-    """Those that fit beside the tiles of a backward: two tensors."""
+    """Candidates that fit into shared memory together with the backward's epilogue tiles, of two tensors."""
     return [
         configs.NarrowConfig(columns, stages, a_stages, cluster)
         for columns, stages, a_stages in ((128, 8, 2), (128, 8, 4), (128, 9, 2), (64, 12, 4), (64, 16, 4), (64, 16, 8))
@@ -307,7 +307,7 @@ SPEC = KernelSpec(
         ),
         Peer("quack", load=_quack, supports=_quack_supports),
     ),
-    pytorch=("eager",),  # the reference is what a user would write
+    pytorch=("eager",),  # the reference is the code that a PyTorch user would write
     reference=fused_mlp_reference,
     make_inputs=make_inputs,
     cost=cost,

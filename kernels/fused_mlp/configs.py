@@ -1,6 +1,6 @@
-"""How fused_mlp is launched: every choice is a pure function of the problem and the GPU.
+"""Launch configurations of fused_mlp: every choice is a pure function of the problem and the GPU.
 
-What is not said to be measured is estimated: EXPERIMENTS.md says how.
+A choice that is not said to be measured is estimated, as EXPERIMENTS.md describes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import triton
 
 MIN_BLOCK = 16  # minimum of tl.dot
-PITCH = 16  # elements: what Triton must see in a row's pitch to load whole vectors
+PITCH = 16  # elements: the divisor of a row's pitch that Triton requires to load whole vectors
 MAX_FUSED_OUT = 512  # columns of y that the single kernel keeps in registers
 MAX_NARROW = 512  # largest K of narrow.cu, whose consumers keep their rows of a in registers
 SHARED = 227 << 10  # bytes that a CTA of sm_90 can use
@@ -33,9 +33,9 @@ class ProductConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu, whose tiles are 128 x `block_n` x 64: 256 columns or, with `turns`, 128, 160, 176 or 192.
-    Pipeline stages, height of a group in the grouped tile order (`raster`, in clusters), and CTAs of a cluster, which
-    share their loads of b (1 or 2)."""
+    """Configuration of products.cu. Its tiles are 128 x `block_n` x 64: 256 columns or, with `turns`, 128, 160, 176 or
+    192. Pipeline stages, height of a group in the grouped tile order (`raster`, in clusters), and CTAs of a cluster,
+    which share their loads of b (1 or 2)."""
 
     block_n: int
     stages: int
@@ -51,8 +51,8 @@ class CudaConfig:
 
 @dataclass(frozen=True)
 class NarrowConfig:
-    """Of narrow.cu: columns of a block (64, or of one weight 128), pipeline stages of b and of a, and CTAs of a
-    cluster, which share their loads of b (1, 2 or 4)."""
+    """Configuration of narrow.cu: columns of a block (64, or 128 if b is one weight), pipeline stages of b and of a,
+    and CTAs of a cluster, which share their loads of b (1, 2 or 4)."""
 
     columns: int
     stages: int
@@ -62,7 +62,7 @@ class NarrowConfig:
 
 @dataclass(frozen=True)
 class CopyConfig:
-    """Blocks of `block_n` rows and `block_k` columns of a weight, one per CTA."""
+    """A CTA copies a block of `block_n` rows and `block_k` columns of a weight."""
 
     block_n: int
     block_k: int
@@ -84,8 +84,9 @@ class WeightsConfig:
 
 @dataclass(frozen=True)
 class GradientsConfig:
-    """Of the gradients of x and of both weights in one launch: tiles of `block_m` by `block_c` of x's, over `block_h`
-    columns of the hidden at a time; tiles of `block_n` by `block_k` of a weight's, over `block_r` rows at a time."""
+    """Configuration of the gradients of x and of both weights in one launch. Tiles of x's gradient are `block_m` by
+    `block_c`, with K-blocks of `block_h` columns of the hidden. Tiles of a weight's gradient are `block_n` by
+    `block_k`, with K-blocks of `block_r` rows."""
 
     block_m: int
     block_c: int
@@ -100,7 +101,7 @@ class GradientsConfig:
 @dataclass(frozen=True)
 class FusedConfig:
     """A CTA keeps `block_m` rows of y and processes `block_h` columns of the hidden at a time, of one of `splits`
-    partitions."""
+    split-K partitions."""
 
     block_m: int
     block_h: int
@@ -112,7 +113,7 @@ class FusedConfig:
 
 @dataclass(frozen=True)
 class SumConfig:
-    """Elements of a CTA where partial sums are added, or of a row where a weight is copied."""
+    """Elements of a CTA: of the sum of partial results, or of a row of a weight that is copied."""
 
     block: int
     num_warps: int
@@ -130,10 +131,10 @@ class BiasConfig:
 
 @dataclass(frozen=True)
 class Versions:
-    """Which version computes the GEMMs, where it supports them. Those with an activation, in this order: of small K
-    narrow.cu (`narrow`); cuBLAS with the activation as a kernel of its own (`passes`); products.cu (`cuda`). Those
-    without one, of y, x's gradient and the weights': products.cu (`plain`); cuBLAS (`library`); products.cu (`cuda`).
-    Else Triton."""
+    """The versions that are enabled. A GEMM uses the first one that supports its operands, else Triton. With an
+    activation: narrow.cu for small K (`narrow`); cuBLAS with the activation as a separate kernel (`passes`);
+    products.cu (`cuda`). Without one (y, the gradients of x and of the weights): products.cu (`plain`); cuBLAS
+    (`library`); products.cu (`cuda`)."""
 
     cuda: bool
     library: bool
@@ -419,15 +420,15 @@ def pick_narrow_config(rows: int, steps: int, weights: int, tensors: int) -> Nar
 
 
 def narrow_bytes(config: NarrowConfig, weights: int, tensors: int) -> int:
-    """Shared memory of a CTA of narrow.cu: the stages of b and a, a tile of each tensor and the bias in fp32 for both
-    consumers, and barriers."""
+    """Shared memory of a CTA of narrow.cu: the pipeline stages of b and a, a tile of each tensor and the fp32 bias for
+    each of the two consumers, and barriers."""
     b_ring = config.stages * (weights * config.columns * 64 * 2 + 16)
     return b_ring + config.a_stages * (64 * 64 * 2 + 24) + 2 * config.columns * (tensors * 64 * 2 + 4) + 4 * 8
 
 
 def clusters_at_once(sms: int, size: int) -> int:
-    """How many clusters of `size` CTAs are resident at once, with one CTA per SM. Pure. A cluster lies within
-    a GPC, so that of 132 SMs those of 4 CTAs leave 12 idle (the driver's count on one H200). More would take two
+    """How many clusters of `size` CTAs are resident at once, with one CTA per SM. Pure. A cluster lies within a GPC, so
+    that clusters of 4 CTAs leave 12 of 132 SMs idle (the driver's count on one H200). More clusters would take two
     waves."""
     usable = sms if size <= 2 else sms * 10 // 11
     return max(1, usable // size)
@@ -446,12 +447,13 @@ def pick_sum_config(elements: int) -> SumConfig:
 
 def pick_copy_config(pitch: int) -> CopyConfig:
     """Blocks in which w2 is copied in the launch that computes the hidden. Pure. 64 rows of 1376 elements are 16
-    blocks, of 32 or 64 elements a thread, all of which are loaded at once. The only ones measured (EXPERIMENTS.md)."""
+    blocks, of 32 or 64 elements a thread, whose loads are all in flight at once. No other size was measured
+    (EXPERIMENTS.md)."""
     return CopyConfig(8, _fit(pitch, 1024))
 
 
 def pick_bias_config(rows: int, cols: int, dtype: torch.dtype, sms: int) -> BiasConfig:
-    """Configuration of a bias's gradient, which reads its tensor once, 128 bytes of a row in 16 bits. Pure."""
+    """Configuration of a bias's gradient, which reads its operand once: 128 bytes of a row, in 16-bit dtypes. Pure."""
     block_n = _fit(cols, 64)
     return BiasConfig(block_n, _fit(rows, 64), _splits(rows, triton.cdiv(max(1, cols), block_n), 2 * sms), num_warps=4)
 
@@ -462,5 +464,5 @@ def _splits(rows: int, tiles: int, sms: int) -> int:
 
 
 def _fit(size: int, most: int) -> int:
-    """The block of a dimension: `most`, or what a smaller dimension fills."""
+    """The block size of a dimension: `most`, or the next power of two if the dimension is smaller."""
     return max(MIN_BLOCK, min(most, triton.next_power_of_2(max(1, size))))

@@ -1,8 +1,8 @@
-"""The gradients of x and of both weights in one launch, in Triton: for few rows, where one of them does not fill a GPU.
+"""The gradients of x and of both weights in one Triton launch: for few rows, where none of them fills the GPU alone.
 
-564 rows of 512 -> 1365 -> 512 are three GEMMs of 0.8 GFLOP, 1 us each at 790 TFLOP/s. Apart they take 5 to 8 us,
-in 44 to 72 tiles for 132 SMs. Together they have 248 tiles, two of which are resident on an SM, and read 63 MB from L2:
-some 8 us by the rate of L2 (estimated; EXPERIMENTS.md has the whole backward, which was measured).
+564 rows of 512 -> 1365 -> 512 are three GEMMs of 0.8 GFLOP, 1 us each at 790 TFLOP/s. In separate launches each takes 5
+to 8 us, in 44 to 72 tiles for 132 SMs. Together they have 248 tiles, two of which are resident on an SM, and read 63 MB
+from L2: some 8 us by the rate of L2 (estimated; EXPERIMENTS.md has the whole backward, which was measured).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from .kernel import _rows_times_weight
 from .sums import _over_rows
 
-# What changes from call to call comes first, then integers, then constexprs: see `Launch`.
+# Arguments that change from call to call come first, then integers, then constexprs: see `Launch`.
 
 
 @triton.jit
@@ -44,8 +44,9 @@ def _fused_mlp_gradients_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """dx = dpre · w1, dw1 = dpreᵀ · x, dw2 = dyᵀ · hidden, all contiguous; dpre and the hidden are [rows, pitch], and
-    rows of dy contiguous. A CTA has a tile of one of them: tiles of dx, which have the longest sums, come first."""
+    """dx = dpre · w1, dw1 = dpreᵀ · x, dw2 = dyᵀ · hidden, all contiguous. dpre and the hidden are [rows, pitch]; rows
+    of dy are contiguous. A CTA computes one tile of one of them. Tiles of dx come first, because their K is the
+    largest."""
     place = tl.program_id(0)
     tiles_c, tiles_k = tl.cdiv(dim, BLOCK_C), tl.cdiv(dim, BLOCK_K)
     of_x, of_w1 = tl.cdiv(rows, BLOCK_M) * tiles_c, tl.cdiv(hidden, BLOCK_N) * tiles_k
@@ -91,7 +92,7 @@ def _weight_tile(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """A tile of out = aᵀ · b, [cols, depth]."""
+    """Computes one tile of out = aᵀ · b, [cols, depth]."""
     n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     acc = _over_rows(
         a_ptr, b_ptr, tl.cast(0, tl.int64), rows, n, k, loaded_a, loaded_b, stride_am, stride_bm, stride_bk,

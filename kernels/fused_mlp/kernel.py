@@ -1,15 +1,15 @@
 """fused_mlp as GEMMs with the activation in an epilogue, in Triton.
 
-Estimate, bf16, M rows, D -> H -> D, one NVIDIA H200 at 790 TFLOP/s and 4254 GB/s. A GEMM is 2·M·D·H FLOPs; the
-forward has two (gated three), the backward four (gated six), and one or two more that recompute with save="input".
+Estimate, bf16, M rows, D -> H -> D, one NVIDIA H200 at 790 TFLOP/s and 4254 GB/s. A GEMM has 2·M·D·H FLOPs. The
+forward has two (gated three), the backward four (gated six), plus one or two that recompute with save="input".
                                          forward     floor    hidden, written and read
   205 000 rows, 512 -> 1365 -> 512       573 GFLOP   726 us   1119 MB, 263 us
   11 000 rows, 512 -> 1365 -> 512         31 GFLOP    39 us     60 MB (it stays in L2)
   8192 rows, 4096 -> 11008 -> 4096      1478 GFLOP  1870 us    361 MB, 85 us
-The tensor cores are the bound; the traffic of the hidden overlaps them, except in the first and last tile of a CTA.
+The tensor cores are the bound. The traffic of the hidden overlaps them, except in the first and last tile of a CTA.
 
-The hidden and its gradient have rows of a multiple of 16 elements, whose last ones are zero. So the GEMMs that sum
-over them, or have them as columns, load whole vectors: a width of 1365 costs what 1376 would.
+The rows of the hidden and of its gradient are padded with zeros to a multiple of 16 elements. So GEMMs with this
+dimension as K or as N load whole vectors: a width of 1365 costs what 1376 would.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import triton.language as tl
 
 from .activation import _activation, _activation_and_gradient
 
-# What changes from call to call comes first, then integers, then constexprs: see `Launch`.
+# Arguments that change from call to call come first, then integers, then constexprs: see `Launch`.
 
 
 @triton.jit
 def _raster(place, tiles_m, tiles_n, RASTER: tl.constexpr):
-    """Tile at this place of the order: RASTER row tiles of a column, then the next column."""
+    """The tile (m, n) at this place of the grouped tile order: RASTER row tiles of a column, then the next column."""
     band = RASTER * tiles_n
     first = place // band * RASTER
     height = tl.minimum(tiles_m - first, RASTER)
@@ -45,8 +45,8 @@ def _rows_times_weight(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """acc + Σ_k a · b in fp32. a_ptr [BLOCK_M, 1] and b_ptr [1, BLOCK_N] point to k = 0. The two have different depths
-    where one of them is padded by zeros."""
+    """acc + Σ_k a · b in fp32. a_ptr [BLOCK_M, 1] and b_ptr [1, BLOCK_N] point to k = 0. depth_a and depth_b are K of a
+    and b; they differ if one of the two is padded with zeros."""
     k = tl.arange(0, BLOCK_K)
     a_ptr = a_ptr + k.to(tl.int64)[None, :] * stride_ak
     b_ptr = b_ptr + k.to(tl.int64)[:, None] * stride_bk
@@ -79,7 +79,7 @@ def _rows_times_two_weights(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """acc + Σ_k a · b and acc_gate + Σ_k a · gate, which share the tiles of a."""
+    """acc + Σ_k a · b and acc_gate + Σ_k a · gate. Both use the same loads of a."""
     k = tl.arange(0, BLOCK_K)
     a_ptr = a_ptr + k.to(tl.int64)[None, :] * stride_ak
     b_ptr = b_ptr + k.to(tl.int64)[:, None] * stride_bk
@@ -111,7 +111,7 @@ def _copy_block(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Block `block` of the copy of a matrix [rows, cols] to rows of `pitch` elements, zero from column `cols` on."""
+    """Copies one block of a matrix [rows, cols] to rows of `pitch` elements, zero from column `cols` on."""
     blocks_k = tl.cdiv(pitch, BLOCK_K)
     row = block // blocks_k * BLOCK_N + tl.arange(0, BLOCK_N)
     col = block % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -158,8 +158,8 @@ def _fused_mlp_hidden_kernel(
 ):
     """hidden = act(pre) or act(gate) · pre, with pre = x · wᵀ + bias and gate = x · w_gateᵀ; [rows, pitch], zero from
     column `cols` on. Writes those of hidden, pre and gate that are not None; without w_gate there is no gate.
-    Persistent: of the first `workers` CTAs each takes every workers-th tile. The others, where copy_ptr is not None,
-    copy w2 [copy_rows, cols] to rows of `pitch` elements, a block each."""
+    Persistent: each of the first `workers` CTAs processes every workers-th tile. The other CTAs, which exist if
+    copy_ptr is not None, copy one block each of w2 [copy_rows, cols] to rows of `pitch` elements."""
     tiles_m, tiles_n, program = tl.cdiv(rows, BLOCK_M), tl.cdiv(pitch, BLOCK_N), tl.program_id(0)
     if copy_ptr is not None:  # noqa: SIM102 (known when compiling, unlike the other)
         if program >= workers:
@@ -197,7 +197,7 @@ def _fused_mlp_hidden_kernel(
                 hidden = _activation(gate, ACTIVATION) * pre
             else:
                 hidden = _activation(pre, ACTIVATION)
-            # Beyond the last column a row of x that is not finite has NaN.
+            # Past the last column the result is NaN if the row of x is not finite.
             hidden = tl.where(col_mask, hidden, 0.0)
             tl.store(hidden_ptr + to, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
 
@@ -227,10 +227,10 @@ def _fused_mlp_rows_kernel(
     RASTER: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """out = a · bᵀ + a_gate · b_gateᵀ + bias, [rows, cols], contiguous; a_gate is laid out as a.
+    """out = a · bᵀ + a_gate · b_gateᵀ + bias, [rows, cols], contiguous; a_gate has the layout of a.
 
-    y, from the hidden and w2; x's gradient, from that of pre and w1 and, gated, from that of gate and w_gate, in one
-    sum. Persistent, as `_fused_mlp_hidden_kernel`.
+    Computes y from the hidden and w2, and x's gradient from pre's and w1. If gated, x's gradient also has the term of
+    gate's gradient and w_gate, in the same accumulators. Persistent.
     """
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N)
     for place in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
@@ -280,9 +280,9 @@ def _fused_mlp_dhidden_kernel(
     RASTER: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """dh = dy · w2, and from it and the saved pre (and gate): the gradients dpre (and dgate), and the hidden, which
-    w2's gradient needs. All [rows, pitch], zero from column `cols` on; w_ptr is w2ᵀ, of which `loaded` columns can be
-    read. Writes those that are not None. Persistent, as `_fused_mlp_hidden_kernel`."""
+    """dh = dy · w2. From dh and the saved pre (and gate): the gradients dpre (and dgate), and the hidden, which w2's
+    gradient needs. All are [rows, pitch], zero from column `cols` on. Writes those that are not None. w_ptr is w2ᵀ, of
+    which `loaded` columns can be read. Persistent."""
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(pitch, BLOCK_N)
     for place in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         tile_m, tile_n = _raster(place, tiles_m, tiles_n, RASTER)

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels, for tensors like those given. Every operand is read in place, by its strides."""
+"""Launches of the Triton kernels, for tensors like those given. All operands are read in place, by their strides."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Optional = torch.Tensor | None
 def hidden_launch(
     x: torch.Tensor, w1: torch.Tensor, b1: Optional, w_gate: Optional, activation: str, copied: Optional = None
 ) -> Launch:
-    """Writes hidden, pre and gate [rows, pitch], given (x, w1, w_gate, b1, hidden, pre, gate, w2, copy). With `copied`,
-    a weight like w2, that is copied to rows with a pitch beside it; else both are None."""
+    """Writes hidden, pre and gate [rows, pitch], given (x, w1, w_gate, b1, hidden, pre, gate, w2, copy). If `copied` is
+    a weight like w2, the launch also copies w2 to rows of `pitch` elements; else w2 and copy are None."""
     (rows, depth), cols, gated = x.shape, w1.shape[0], w_gate is not None
     pitch, (capability, sms) = configs.pick_pitch(cols), device_of(x)
     aligned = whole_vectors(x) and whole_vectors(w1) and (w_gate is None or whole_vectors(w_gate))
@@ -43,8 +43,8 @@ def hidden_launch(
 
 
 def rows_launch(a: torch.Tensor, b: torch.Tensor, b_gate: Optional, bias: Optional) -> Launch:
-    """Writes out [rows, cols], given (a, b, a_gate, b_gate, bias, out): a · bᵀ, of b's type for both products. a and b
-    may differ in depth where the further terms of a are zero."""
+    """Writes out [rows, cols] = a · bᵀ + a_gate · b_gateᵀ + bias, given (a, b, a_gate, b_gate, bias, out). a may have
+    more columns than b, if they are zero."""
     (rows, depth_a), (cols, depth_b), (capability, sms) = a.shape, b.shape, device_of(a)
     aligned = whole_vectors(a) and whole_vectors(b) and (b_gate is None or whole_vectors(b_gate))
     config = configs.pick_rows_config(rows, cols, depth_a, aligned, a.dtype, capability, sms)
@@ -82,8 +82,8 @@ def single_launch(
     w_gate: Optional,
     activation: str,
 ) -> Callable[..., None]:
-    """Writes y, pre and gate in one kernel, given (x, w1, w2, w_gate, b1, b2, y, pre, gate). w2 may have more columns
-    than the hidden."""
+    """Writes y, pre and gate with the single kernel, given (x, w1, w2, w_gate, b1, b2, y, pre, gate). w2 may have more
+    columns than the hidden."""
     (rows, dim), (hidden, _), (dim_out, loaded), device = x.shape, w1.shape, w2.shape, x.device
     aligned = all(t is None or whole_vectors(t) for t in (x, w1, w2, w_gate))
     _, sms = device_of(x)
@@ -129,8 +129,8 @@ def single_launch(
 
 
 def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> Callable[..., None]:
-    """Writes a gradient [cols, depth], contiguous, given (a, b, out): aᵀ · b over their rows. a and b may have more
-    columns than that; rows of a are contiguous."""
+    """Writes a gradient [cols, depth] = aᵀ · b, contiguous, given (a, b, out). K is the number of rows. a and b may
+    have more columns than cols and depth; rows of a are contiguous."""
     (rows, loaded_a), loaded_b, device, (capability, sms) = a.shape, b.shape[1], a.device, device_of(a)
     aligned = whole_vectors(a) and whole_vectors(b)
     config = configs.pick_weights_config(rows, cols, depth, aligned, a.dtype, capability, sms)
@@ -163,7 +163,7 @@ def gradients_launch(
     dy: torch.Tensor, x: torch.Tensor, w1: torch.Tensor, pitched: torch.Tensor, hidden: int
 ) -> Launch | None:
     """Writes the gradients of x, w1 and w2, contiguous, given (dpre, w1, x, dy, hidden, dx, dw1, dw2); dpre and the
-    hidden are like `pitched`. None where each gradient is to be a launch of its own."""
+    hidden are like `pitched`. None if each gradient should have its own launch."""
     (rows, dim), dim_out, pitch, (capability, sms) = x.shape, dy.shape[1], pitched.shape[1], device_of(x)
     aligned = all(whole_vectors(t) for t in (dy, x, pitched)) and w1.stride(1) == 1 and w1.stride(0) % 16 == 0
     config = configs.pick_gradients_config(rows, dim, hidden, dim_out, aligned, x.dtype, capability, sms)
@@ -190,7 +190,7 @@ def gradients_launch(
 
 
 def bias_launch(a: torch.Tensor, cols: int) -> Callable[..., None]:
-    """Writes a gradient [cols], given (a, out): the sum of a's rows, which are contiguous."""
+    """Writes a bias's gradient [cols], given (a, out): the sum of a's rows, each of which is contiguous."""
     rows, device, (_, sms) = a.shape[0], a.device, device_of(a)
     config = configs.pick_bias_config(rows, cols, a.dtype, sms)
     part, splits = _parts(rows, config.splits, config.block_r)
@@ -216,7 +216,8 @@ def bias_launch(a: torch.Tensor, cols: int) -> Callable[..., None]:
 
 
 def sum_launch(shape: tuple[int, int], parts: int, bias: Optional, device: torch.device) -> Launch:
-    """Writes out [rows, cols], contiguous, given (parts [parts, rows, cols] in fp32, bias, out)."""
+    """Adds up partial results and the bias: writes out [rows, cols], contiguous, given (parts [parts, rows, cols] in
+    fp32, bias, out)."""
     elements, cols = shape[0] * shape[1], shape[1]
     config = configs.pick_sum_config(elements)
     grid = (triton.cdiv(elements, config.block),)
@@ -225,14 +226,14 @@ def sum_launch(shape: tuple[int, int], parts: int, bias: Optional, device: torch
 
 
 def pitch_launch(weight: torch.Tensor) -> Launch:
-    """Copies a weight to rows of whole vectors, given (weight, copy)."""
+    """Copies a weight to rows padded to whole vectors, given (weight, copy)."""
     (rows, cols), pitch = weight.shape, configs.pick_pitch(weight.shape[1])
     return _copy_launch(weight, rows, cols, pitch, weight.stride())
 
 
 def lengthen_launch(weight: torch.Tensor, rows: int) -> Launch:
-    """Copies a contiguous weight to one of `rows` rows, the last of which are zero, given (weight, copy): as a single
-    row with a pitch. One launch, where torch.nn.functional.pad is two."""
+    """Copies a contiguous weight and appends rows of zeros, up to `rows` rows, given (weight, copy). The weight is
+    treated as a single row that is padded. One launch, where torch.nn.functional.pad is two."""
     return _copy_launch(weight, 1, weight.numel(), rows * weight.shape[1], (0, 1))
 
 
@@ -250,8 +251,8 @@ def _copy_launch(weight: torch.Tensor, rows: int, cols: int, pitch: int, strides
 
 
 def whole_vectors(t: torch.Tensor) -> bool:
-    """Whether Triton sees that a matrix is made of whole 16-byte vectors: the stride of one dimension is 1, and what
-    else it specialises kernels for is a multiple of 16."""
+    """Whether Triton can prove that a matrix consists of whole 16-byte vectors. One stride must be 1. The size of that
+    dimension, the other stride and the address, for which it specialises kernels, must be multiples of 16."""
     for inner, outer in ((1, 0), (0, 1)):
         if t.stride(inner) == 1 and t.shape[inner] % 16 == 0 and t.stride(outer) % 16 == 0:
             return t.data_ptr() % 16 == 0
@@ -259,7 +260,7 @@ def whole_vectors(t: torch.Tensor) -> bool:
 
 
 def device_of(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of SMs; the interpreter stands for a small sm_80."""
+    """Compute capability and number of SMs; in the interpreter those of an sm_80 with 2 SMs."""
     if not tensor.is_cuda:
         return (8, 0), 2
     properties = torch.cuda.get_device_properties(tensor.device)
@@ -284,7 +285,7 @@ def _tile(config: configs.ProductConfig, *depths: int) -> dict[str, int | bool]:
 
 
 def _parts(rows: int, splits: int, block: int) -> tuple[int, int]:
-    """Rows of a part, whole blocks, and the number of parts."""
+    """Rows of a split-K partition, a multiple of `block`, and the number of partitions."""
     part = max(1, triton.cdiv(triton.cdiv(rows, splits), block)) * block
     return part, max(1, triton.cdiv(rows, part))
 

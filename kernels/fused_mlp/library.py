@@ -1,5 +1,5 @@
-"""GEMMs by PyTorch (cuBLAS), with activations as kernels of their own. As `launches`, whose arguments and results they
-share. cuBLAS is slow where a row of a result does not begin on a 16-byte boundary: such operands are padded."""
+"""GEMMs by PyTorch (cuBLAS), with activations in separate kernels. The functions have the arguments and results of
+those in `launches`. cuBLAS is slow if rows of a result do not start on 16-byte boundaries: such operands are padded."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Optional = torch.Tensor | None
 def hidden_launch(
     x: torch.Tensor, w1: torch.Tensor, b1: Optional, w_gate: Optional, activation: str
 ) -> Callable[..., None]:
-    """Writes hidden, pre and gate [rows, pitch], given (x, w1, w_gate, b1, hidden, pre, gate), those that are not
-    None."""
+    """Writes those of hidden, pre and gate [rows, pitch] that are not None, given (x, w1, w_gate, b1, hidden, pre,
+    gate)."""
     (rows, depth), cols = x.shape, w1.shape[0]
     pitch, gated = configs.pick_pitch(cols), w_gate is not None
     activate = _pointwise(_fused_mlp_activation_kernel, x, rows * pitch, activation)
@@ -52,8 +52,8 @@ def hidden_launch(
 def dhidden_launch(
     dy: torch.Tensor, w2: torch.Tensor, hidden: int, gated: bool, activation: str
 ) -> Callable[..., None]:
-    """Writes dpre, dgate and the hidden [rows, pitch], given (dy, w2, pre, gate, dpre, dgate, hidden), those that are
-    not None."""
+    """Writes those of dpre, dgate and the hidden [rows, pitch] that are not None, given (dy, w2, pre, gate, dpre,
+    dgate, hidden)."""
     rows, pitch = dy.shape[0], configs.pick_pitch(hidden)
     derive = _pointwise(_fused_mlp_derivative_kernel, dy, rows * pitch, activation)
 
@@ -68,10 +68,10 @@ def dhidden_launch(
 
 
 def rows_launch(a: torch.Tensor, b: torch.Tensor, b_gate: Optional, bias: Optional) -> Callable[..., None]:
-    """Writes out [rows, cols], given (a, b, a_gate, b_gate, bias, out): a · bᵀ, of b's type for both products. a may
-    have more columns than b, with zeros in them."""
+    """Writes out [rows, cols] = a · bᵀ + a_gate · b_gateᵀ + bias, given (a, b, a_gate, b_gate, bias, out). a may have
+    more columns than b, if they are zero."""
     (cols, _), width = b.shape, a.shape[1]
-    # One for each weight, of which one may be aligned to 16 bytes and the other not.
+    # Each weight has its own, because one may be aligned to 16 bytes and the other not.
     factor, gate_factor = _factor(b, width), None if b_gate is None else _factor(b_gate, width)
 
     def run(a: torch.Tensor, b: torch.Tensor, a_gate: Optional, b_gate: Optional, bias: Optional, out) -> None:
@@ -87,8 +87,8 @@ def rows_launch(a: torch.Tensor, b: torch.Tensor, b_gate: Optional, bias: Option
 
 
 def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> Callable[..., None]:
-    """Writes a gradient [cols, depth], contiguous, given (a, b, out): aᵀ · b over their rows. a and b may have more
-    columns than that."""
+    """Writes a gradient [cols, depth] = aᵀ · b, contiguous, given (a, b, out). K is the number of rows. a and b may
+    have more columns than cols and depth."""
 
     def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         a, b = a.view(-1, a.shape[-1]), b.view(-1, b.shape[-1])
@@ -101,7 +101,7 @@ def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> C
 
 
 def _factor(like: torch.Tensor, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From weights like this one, bᵀ with `width` rows, of which the last are zero."""
+    """A function from a weight b like this one to bᵀ, padded with rows of zeros to `width` rows."""
     (cols, depth), strides = like.shape, like.stride()
     whole = like.mT.is_contiguous() and 0 < width * cols < 2**31
     lengthen = lengthen_launch(like.mT, width) if depth != width and whole else None

@@ -1,4 +1,4 @@
-"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
+"""The public function: argument checks, the eager fast path, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .checks import FLOATS, kind, no_tangent, runnable
 from .launch import Plans, lean, signature
 from .plans import BACKENDS, SAVES, Gradients, Needs, bwd_plan, fwd_plan
 
-MAX_SIZE = 2**31 - 512  # tile coordinates have 32 bits, also those of the last tile's end
+MAX_SIZE = 2**31 - 512  # tile coordinates are 32-bit, including the end of the last tile
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
@@ -29,38 +29,38 @@ def fused_mlp(
     save: str = "activations",
     backend: str = "auto",
 ) -> torch.Tensor:
-    """The feed-forward layer of a transformer.
+    """Computes the feed-forward layer of a transformer: two linear layers with an activation or a gate.
 
         y = w2 · act(w1 · x + b1) + b2                         without w_gate
-        y = w2 · (act(w_gate · x) ⊙ (w1 · x + b1)) + b2        with it
+        y = w2 · (act(w_gate · x) ⊙ (w1 · x + b1)) + b2        with w_gate
 
-    Sums are fp32 (fp32 operands are not rounded to tf32). What is in memory between the products is in dtype of x.
-    Differentiable, once, in all tensors. Everything is summed in a fixed order: repeated runs agree bit for bit.
+    Accumulation is in fp32 (fp32 operands are not rounded to tf32). Intermediate results in memory have the dtype of x.
+    Differentiable once, in all tensors. All sums have a fixed order: repeated runs agree bit for bit.
 
-    x           [..., D], float32, float16 or bfloat16, any strides. It is read in place where its leading dimensions
-                flatten to one stride. Rows, D, H and D_out are at most 2^31 - 512.
-    w1          [H, D], dtype of x, any strides, as torch.nn.Linear has it
+    x           [..., D], float32, float16 or bfloat16, any strides. It is read in place if its leading dimensions
+                flatten to one stride, else copied. Rows, D, H and D_out are at most 2^31 - 512.
+    w1          [H, D], dtype of x, any strides, as in torch.nn.Linear
     w2          [D_out, H], likewise
     b1, b2      [H] and [D_out], dtype of x, or None
     w_gate      [H, D], dtype of x, or None
     activation  "silu", "gelu", "gelu_tanh", "relu" or "relu_sq", the square of relu
-    save        what the backward is given: "activations" keeps w1 · x + b1 and w_gate · x, in rows of a multiple of 16
-                elements; "input" keeps neither and computes them again, to the same bits
-    backend     "fused" (a forward of one kernel, whose hidden is never in memory, for at most 512 rows of w2),
-                "two_gemms" (the hidden is in memory between two kernels), "cuda" (the same in CUDA C++, compiled by
-                CuPy, on compute capability 9.0, float16 and bfloat16; operands that TMA cannot read go to Triton),
-                "narrow" (likewise: a kernel for products with an activation of at most 512 terms, which are overlapped
-                with it, and cuBLAS for the others), or "auto", the fastest of these and of cuBLAS for each product
-                (`configs.pick_versions`)
+    save        the tensors saved for the backward: "activations" saves w1 · x + b1 and w_gate · x, in rows of a
+                multiple of 16 elements; "input" saves neither and recomputes them, bit-identically
+    backend     "fused" (one kernel for the forward, which keeps the hidden out of memory; at most 512 rows of w2),
+                "two_gemms" (two kernels, with the hidden in memory between them), "cuda" (the same in CUDA C++,
+                compiled by CuPy, on compute capability 9.0, float16 and bfloat16; operands that TMA cannot read go to
+                Triton), "narrow" (likewise: for GEMMs with an activation and K of at most 512, a kernel that overlaps
+                the activation with the main loop, and cuBLAS for the others), or "auto", the fastest of these and of
+                cuBLAS for each GEMM (`configs.pick_versions`)
 
-    Returns y [..., D_out], in dtype of x, contiguous.
+    Returns y [..., D_out], dtype of x, contiguous.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter and for a backend that cannot run.
+    outside Triton's interpreter and for a backend that cannot run, NotImplementedError for a forward-mode tangent.
 
     Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.3; gated, Shazeer 2020 (arXiv:2002.05202).
     """
-    # `lean` takes None for an operand that may be left out, which w1 and w2 are not.
+    # `lean` accepts None, which is valid for optional operands only: not for w1 and w2.
     if lean(x, w1, w2, b1, b2, w_gate) and w1 is not None and w2 is not None:
         needs_grad = torch.is_grad_enabled() and (
             x.requires_grad
@@ -116,7 +116,7 @@ def _check(x, w1, w2, b1, b2, w_gate, activation, save, backend) -> None:
 
 
 def _fwd_plan(x, w1, w2, b1, b2, w_gate, activation, save, needs_grad, backend):
-    """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
+    """The cached plan for these arguments. Only for plain tensors: the key does not describe others completely."""
     tensors = signature(x), signature(w1), signature(w2), signature(b1), signature(b2), signature(w_gate)
     key = tensors, activation, save, needs_grad, backend
     plan = _FORWARD.find(key)
@@ -139,7 +139,7 @@ def _backward(dy, x, w1, w2, b1, w_gate, pre, gate, activation: str, needs: Need
 
 
 def _gradients(ctx, dy) -> Gradients:
-    """None where a gradient is not needed. What traces or transforms the call sees an op."""
+    """The gradients, None where not needed. A tracer or transform of the call sees the custom op of the backward."""
     if dy is None:
         return (None,) * 6
     x, w1, w2, b1, w_gate, pre, gate = ctx.saved_tensors
@@ -151,7 +151,8 @@ def _gradients(ctx, dy) -> Gradients:
 
 
 class _FusedMLP(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """The autograd function of eager calls. Its backward uses the custom op if it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, x, w1, w2, b1, b2, w_gate, plan, activation, backend):
@@ -166,7 +167,7 @@ class _FusedMLP(torch.autograd.Function):
         return (*_gradients(ctx, dy), None, None, None)
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# Skips the functorch handling of torch.autograd.Function.apply: `lean` has checked that no transform is active.
 _apply = super(torch.autograd.Function, _FusedMLP).apply
 
 

@@ -1,4 +1,4 @@
-"""Launch plans of fused_mlp: everything about a call that does not change with the tensors' contents and addresses."""
+"""Launch plans of fused_mlp: the part of a call that does not depend on the tensors' contents and addresses."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def fwd_plan(
     keep: bool,
     backend: str,
 ) -> Forward:
-    """Takes (x, w1, w2, b1, b2, w_gate) like these, as `op` has checked them, and returns y, and pre and gate
-    [rows, pitch], None unless `keep`. RuntimeError where `backend` cannot take them."""
+    """The plan of the forward for tensors like these, which `op` has checked. It takes (x, w1, w2, b1, b2, w_gate) and
+    returns y, and pre and gate [rows, pitch], None unless `keep`. RuntimeError if `backend` cannot run."""
     x_copied, flat = _flat(x)
     (rows, dim), hidden, dim_out = flat.shape, w1.shape[0], w2.shape[0]
     if backend == "fused" and dim_out > configs.MAX_FUSED_OUT:
@@ -85,7 +85,7 @@ def fwd_plan(
 
 
 def _single(x, w1, w2, b1, b2, w_gate, activation: str) -> Callable[..., None]:
-    """One kernel, whose hidden is never in memory."""
+    """The forward in one kernel, which keeps the hidden in registers and shared memory."""
     copied, w2_read = _pitched(w2)
     write = single_launch(x, w1, w2_read, b1, b2, w_gate, activation)
 
@@ -96,7 +96,7 @@ def _single(x, w1, w2, b1, b2, w_gate, activation: str) -> Callable[..., None]:
 
 
 def _two_products(x, w1, w2, b1, b2, w_gate, activation: str, use: configs.Versions, keep: bool) -> Callable[..., None]:
-    """Two kernels, with the hidden in memory between them."""
+    """The forward in two GEMMs, with the hidden in memory between them."""
     shape = x.shape[0], configs.pick_pitch(w1.shape[0])
     hidden_like, copied = x.new_empty(shape), _copied_shape(w2)
     to_hidden = None
@@ -129,8 +129,8 @@ def bwd_plan(
     needs: Needs,
     backend: str,
 ) -> Backward:
-    """Takes (dy, x, w1, w2, b1, w_gate, pre, gate) like these and returns the gradients of x, w1, w2, b1, b2 and
-    w_gate, None where `needs` has False. Without pre it is computed again, from x."""
+    """The plan of the backward for tensors like these. It takes (dy, x, w1, w2, b1, w_gate, pre, gate) and returns the
+    gradients of x, w1, w2, b1, b2 and w_gate, None where not needed. If pre is None, pre and gate are recomputed."""
     x_copied, x_rows = _flat(x)
     dy_copied, dy_rows = _flat(dy, dense=True)
     (rows, dim), hidden, dim_out = x_rows.shape, w1.shape[0], w2.shape[0]
@@ -140,13 +140,13 @@ def bwd_plan(
     within = _within_plan(dy_rows, x_rows, w1, w2, b1, w_gate, pre is None, activation, needs, use)
     wide = x_rows.new_empty((rows, pitch)) if within is not None else x_rows
     gate_read = None if w_gate is None else w_gate.mT
-    # In one launch where none of the three fills the GPU.
+    # One launch computes all three gradients if none of them fills the GPU.
     together = None
     if needs.x and needs.w1 and needs.w2 and w_gate is None and use.triton and all((rows, dim, hidden, dim_out)):
         together = gradients_launch(dy_rows, x_rows, w1, wide, hidden)
     for_x = rows_launch(wide, w1.mT, gate_read, None, use) if needs.x and rows and dim else None
     any_w1 = (needs.w1 or needs.w_gate) and hidden and dim
-    # cuBLAS makes these gradients with the rows of the padding, which are left out of what is returned.
+    # cuBLAS computes these gradients with the rows of the padding; the returned view leaves them out.
     long = pitch if use.library else hidden
     for_w1 = weights_launch(wide, x_rows, long, dim, use) if any_w1 else None
     for_w2 = weights_launch(dy_rows, wide, dim_out, hidden, use) if needs.w2 and hidden and dim_out else None
@@ -195,14 +195,14 @@ def _within_plan(
     needs: Needs,
     use: configs.Versions,
 ) -> Callable[..., tuple[Optional, Optional, Optional]] | None:
-    """What computes the gradients of pre and gate, and the hidden, [rows, pitch] each, given (dy, x, w1, w2, b1,
-    w_gate, pre, gate): None for those that are not needed. None where nothing is."""
+    """Computes the gradients of pre and gate, and the hidden, [rows, pitch] each, None for those that are not needed,
+    given (dy, x, w1, w2, b1, w_gate, pre, gate). Returns None if none of them is needed."""
     gated = w_gate is not None
     need_dpre, need_dgate = needs.pre, needs.gate and gated
     if not (need_dpre or need_dgate or needs.w2):
         return None
     rows, pitch = x.shape[0], configs.pick_pitch(w1.shape[0])
-    derivative = need_dpre or need_dgate  # else w2's gradient alone, for which x gives the hidden
+    derivative = need_dpre or need_dgate  # else only w2's gradient, whose hidden is recomputed from x
     copied, w2_read = _pitched(w2)
     any_elements = rows and pitch
     again = None
@@ -234,7 +234,7 @@ def _within_plan(
 
 
 def _written(like: torch.Tensor, shape: tuple[int, ...], launch: Callable[..., None] | None, *operands) -> torch.Tensor:
-    """A gradient of this shape, which `launch` writes."""
+    """Allocates a gradient of this shape and dtype, and has `launch` write it."""
     grad = like.new_empty(shape)
     if launch is not None:
         launch(*operands, grad)
@@ -242,7 +242,8 @@ def _written(like: torch.Tensor, shape: tuple[int, ...], launch: Callable[..., N
 
 
 def _pitched(w2: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, torch.Tensor]:
-    """A function that copies w2 to rows of whole vectors, None where it is read as it is; and what is read."""
+    """A function that copies w2 to rows of whole vectors, None if w2 is read in place; and a tensor like the one that
+    is read."""
     shape = _copied_shape(w2)
     if shape is None:
         return None, w2
@@ -257,14 +258,14 @@ def _pitched(w2: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor] |
 
 
 def _copied_shape(w2: torch.Tensor) -> tuple[int, int] | None:
-    """Of the copy of w2 that is read in its place, with rows of whole vectors; None where w2 itself is."""
+    """The shape of w2's copy with rows of whole vectors; None if w2 is read in place."""
     rows, cols = w2.shape
     return (rows, configs.pick_pitch(cols)) if configs.pick_copy(rows, cols, whole_vectors(w2), w2.dtype) else None
 
 
 def _flat(tensor: torch.Tensor, dense: bool = False) -> tuple[bool, torch.Tensor]:
-    """Whether a copy is needed for [rows, columns], and that matrix. With `dense` the columns are to be contiguous: an
-    incoming gradient is often one number for all elements."""
+    """Whether the tensor must be copied to be a matrix [rows, columns], and that matrix. With `dense` the rows are made
+    contiguous: an incoming gradient is often a broadcast scalar."""
     matrix = (
         tensor.reshape(-1, tensor.shape[-1])
         if tensor.numel()

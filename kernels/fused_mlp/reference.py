@@ -1,4 +1,4 @@
-"""The MLP in plain PyTorch: the oracle."""
+"""The feed-forward layer in plain PyTorch: the reference of the tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def fused_mlp_reference(
     activation: str = "silu",
     save: str = "activations",
 ) -> torch.Tensor:
-    """`save` changes what is kept for the backward, not the result."""
+    """Arguments and result as `fused_mlp`. `save` has no effect on the result and is ignored."""
     for name, tensor, shape in (("b1", b1, w1.shape[:1]), ("b2", b2, w2.shape[:1]), ("w_gate", w_gate, w1.shape)):
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} must be {tuple(shape)}, got {tuple(tensor.shape)}")

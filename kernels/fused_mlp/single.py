@@ -1,9 +1,9 @@
 """fused_mlp in a single kernel, in Triton: the hidden stays in registers and shared memory.
 
-Estimate, bf16, 512 -> 1365 -> 512: a tile of 64 rows reads all weights, 2.8 MB, from L2 for 179 MFLOP, which are
-30 us of one SM's tensor cores and 24 us of what it gets from L2. So the hidden is split: with 564 rows, 9 tiles and 14
-parts, a CTA reads 0.2 MB and computes 13 MFLOP, about 2 us each. The partial sums of y are fp32 and added in order by
-a second, small launch: 16 MB written and read within L2, about 4 us.
+Estimate, bf16, 512 -> 1365 -> 512: a tile of 64 rows reads all weights, 2.8 MB, from L2 for 179 MFLOP. That takes 30 us
+of one SM's tensor cores, and 24 us at its share of L2's bandwidth. So the hidden is split: with 564 rows, 9 tiles and
+14 parts, a CTA reads 0.2 MB and computes 13 MFLOP, about 2 us each. The partial sums of y are fp32. A second, small
+launch adds them in order: 16 MB written and read within L2, about 4 us.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def _fused_mlp_single_kernel(
     BLOCK_O: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """out[s] = act(x · w1ᵀ + b1) · w2ᵀ over the columns of the hidden of part s, + b2 where it is given, which is only
-    if there is one part; [parts, rows, dim_out]. A part has `part` columns. Also writes pre and gate where these are
-    not None. Of w2 `loaded` columns can be read.
+    """out[s] = act(x · w1ᵀ + b1) · w2ᵀ + b2 over the hidden's columns of part s; [parts, rows, dim_out]. A part has
+    `part` columns. b2 is given only if there is one part. Also writes pre and gate, if not None. `loaded` columns of w2
+    can be read.
 
-    A CTA keeps BLOCK_M rows of out in registers and takes BLOCK_H columns of the hidden after each other: a product
-    with w1, the activation, a product with w2.
+    A CTA keeps BLOCK_M rows of out in registers and loops over blocks of BLOCK_H columns of the hidden: a GEMM with w1,
+    the activation, a GEMM with w2.
     """
     tiles = tl.cdiv(rows, BLOCK_M)
     split, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles

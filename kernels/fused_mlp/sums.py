@@ -1,8 +1,9 @@
-"""The GEMMs and sums over rows: gradients of weights and biases, in Triton. And the copy of a weight with a pitch.
+"""GEMMs and sums over rows, in Triton: gradients of weights and biases. Also the copy of a weight to padded rows.
 
-The rows are split (split-K), since a gradient of 1365 x 512 alone has too few tiles to fill the GPU. Each part is
-summed in the order of rows into an fp32 array of its own, and the parts are added in their order: repeated runs agree
-bit for bit. Six parts of 1365 x 512 are 17 MB, which stay in L2: 8 us against 363 us for the GEMM over 205 000 rows.
+The GEMMs use split-K over the rows, since a gradient of 1365 x 512 has too few tiles to fill the GPU. Each partition is
+summed in the order of rows into its own fp32 workspace, and the partitions are added in order: repeated runs agree bit
+for bit. Six partitions of 1365 x 512 are 17 MB, which stay in L2: 8 us, compared with 363 us for the GEMM over 205 000
+rows.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def _over_rows(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Σ over the rows m from start to end of a[m, n] · b[m, k] in fp32, for columns n of a and k of b, of which
-    `loaded_a` and `loaded_b` can be read; rows of a are contiguous."""
+    """Σ_m a[m, n] · b[m, k] in fp32 over the rows m from start to end, for columns n of a and k of b. `loaded_a`
+    columns of a and `loaded_b` of b can be read; rows of a are contiguous."""
     row = tl.arange(0, BLOCK_R).to(tl.int64)[:, None]
     a_ptr += (start + row) * stride_am + n[None, :]
     b_ptr += (start + row) * stride_bm + k.to(tl.int64)[None, :] * stride_bk
@@ -65,8 +66,8 @@ def _fused_mlp_weights_kernel(
     BLOCK_R: tl.constexpr,
     RASTER: tl.constexpr,
 ):
-    """out[s, n, k] = Σ over the rows m of part s of a[m, n] · b[m, k]; [parts, cols, depth]. A part has `part` rows.
-    Of a and b `loaded_a` and `loaded_b` columns can be read; rows of a are contiguous."""
+    """out[s, n, k] = Σ_m a[m, n] · b[m, k] over the rows m of split-K partition s, of `part` rows; [parts, cols,
+    depth]. `loaded_a` columns of a and `loaded_b` of b can be read; rows of a are contiguous."""
     tiles_n, tiles_k = tl.cdiv(cols, BLOCK_N), tl.cdiv(depth, BLOCK_K)
     split = tl.program_id(0) // (tiles_n * tiles_k)
     tile_n, tile_k = _raster(tl.program_id(0) % (tiles_n * tiles_k), tiles_n, tiles_k, RASTER)
@@ -91,8 +92,8 @@ def _fused_mlp_bias_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """out[s, n] = Σ over the rows m of part s of a[m, n], whose rows are contiguous. Reads a once: 2·M·N bytes in
-    bf16, 49 us for 205000 x 512."""
+    """out[s, n] = Σ_m a[m, n] over the rows m of part s; rows of a are contiguous. Reads a once: 2·M·N bytes in bf16,
+    49 us for 205000 x 512."""
     tiles_n = tl.cdiv(cols, BLOCK_N)
     split, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     start = split.to(tl.int64) * part
@@ -117,7 +118,7 @@ def _fused_mlp_sum_kernel(
     stride_bias,
     BLOCK: tl.constexpr,
 ):
-    """out[i] = Σ_s parts[s, i] + bias[i % cols], the parts in their order, in fp32."""
+    """out[i] = Σ_s parts[s, i] + bias[i % cols] in fp32, with the parts in order."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < elements
     parts_ptr += at
@@ -142,7 +143,7 @@ def _fused_mlp_pitch_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A copy of a matrix [rows, cols] with rows of `pitch` elements, zero from column `cols` on. 1.4 MB read and
-    written for 512 x 1365: some 2 us, most of them latency. A launch that has programs to spare makes the copy beside
-    what it is for (`_fused_mlp_hidden_kernel`)."""
+    """Copies a matrix [rows, cols] to rows of `pitch` elements, zero from column `cols` on. 1.4 MB read and written for
+    512 x 1365: some 2 us, most of them latency. `_fused_mlp_hidden_kernel` can make the same copy in additional CTAs,
+    without a launch of its own."""
     _copy_block(src_ptr, out_ptr, tl.program_id(0), rows, cols, pitch, stride_n, stride_k, BLOCK_N, BLOCK_K)

@@ -1,4 +1,4 @@
-"""What is special to fused_mlp. The rest follows from SPEC: tests/test_specs.py."""
+"""Tests that are specific to fused_mlp. tests/test_specs.py derives the rest from SPEC."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def operands(
 
 
 def gradients(op: Any, tensors: Operands, dtype: torch.dtype | None = None, **options: Any) -> list[torch.Tensor]:
-    """y and the gradients of all tensors, for an incoming gradient that is the same in each call."""
+    """y and the gradients of all tensors, for the same incoming gradient in each call."""
     leaves = {n: t.detach().to(dtype or t.dtype).requires_grad_() for n, t in tensors.items()}
     y = op(**leaves, **options)
     dy = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(tensors["x"].dtype).to(y.dtype)
@@ -45,9 +45,9 @@ def gradients(op: Any, tensors: Operands, dtype: torch.dtype | None = None, **op
 
 
 def agrees(tensors: Operands, **options: Any) -> None:
-    """Result and gradients are those of the reference in fp64, or no further from them than PyTorch in the same dtype.
-    Terms of a bias's gradient, which are rounded, nearly cancel over the rows: of 200 draws five had an error of more
-    than 1.2 times that of PyTorch, whose terms are rounded otherwise."""
+    """Checks result and gradients against the reference in fp64: the error is at most 1.2 times that of PyTorch in the
+    same dtype, or 2 times for a bias's gradient. Its rounded terms nearly cancel over the rows, and PyTorch rounds them
+    differently: five of 200 random inputs had an error of more than 1.2 times PyTorch's."""
     names = {k: v for k, v in options.items() if k != "backend"}
     exact = gradients(fused_mlp_reference, tensors, torch.float64, **names)
     half = tensors["x"].dtype != torch.float32
@@ -82,7 +82,7 @@ def test_nothing_to_multiply(rows: int, dim: int, hidden: int, dim_out: int) -> 
 
 @pytest.mark.parametrize("save", ["activations", "input"])
 def test_no_rows_give_gradients_of_zero(save: str) -> None:
-    """Also each gradient alone."""
+    """Also if each gradient alone is needed."""
     tensors = operands(0, 3, 5, 4)
     for name in tensors:
         leaf = tensors[name].clone().requires_grad_()
@@ -97,7 +97,7 @@ def test_both_ways_to_save_give_the_same_bits() -> None:
 
 
 def test_what_is_saved() -> None:
-    """Activations: in rows of a multiple of 16 elements. Input: nothing beyond the arguments."""
+    """With "activations", pre in rows of a multiple of 16 elements; with "input", only the arguments."""
     tensors = {n: t.requires_grad_() for n, t in operands(6, 7, 18, 5).items()}
     sizes: dict[str, list[tuple[int, ...]]] = {}
     for save in ("activations", "input"):
@@ -130,7 +130,7 @@ def test_operands_are_read_in_place_by_their_strides() -> None:
 
 
 def test_an_update_of_w2_in_place_is_seen() -> None:
-    """w2's rows are no whole vectors, so that it is copied: anew in each call, however it has been changed."""
+    """w2's rows are not whole vectors, so that it is copied. Each call copies it again and sees changes in place."""
     tensors = operands(5, 16, 37, 20, "x w1 w2", torch.float16)
     assert configs.pick_copy(20, 37, False, torch.float16)
     for change in (lambda w: w.mul_(-2), lambda w: w.data.add_(1), lambda w: w.view(-1)[3:].zero_()):
@@ -153,7 +153,7 @@ def test_values_beyond_the_last_column_do_not_matter() -> None:
 
 
 def test_several_tiles_and_parts() -> None:
-    """More tiles than persistent CTAs; gradients with split-K."""
+    """There are more tiles than persistent CTAs, and gradients use split-K."""
     tensors = operands(40, 20, 50, 24)
     small = configs.ProductConfig(16, 16, 16, raster=2, stages=1, num_warps=4, ctas=1)
     parts = configs.WeightsConfig(16, 16, 16, splits=3, raster=2, stages=1, num_warps=4)
@@ -174,7 +174,8 @@ def test_several_tiles_and_parts() -> None:
 def test_gradients_of_few_rows_in_one_launch(
     rows: int, hidden: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several tiles each, ragged in all directions: those of launches apart, to the bit where blocks agree."""
+    """Several tiles each, with remainders in all dimensions. The gradients equal those of separate launches, bit for
+    bit if the blocks are equal."""
     tensors = operands(rows, 96, hidden, 48, "x w1 w2 b1 b2", dtype)
     seen = mock.Mock(wraps=configs.pick_gradients_config)
     monkeypatch.setattr(configs, "pick_gradients_config", lambda *sizes: seen(*sizes[:-1], 100))
@@ -187,7 +188,7 @@ def test_gradients_of_few_rows_in_one_launch(
 
 
 def test_which_gradients_are_in_one_launch() -> None:
-    """Those of which none fills the GPU by itself."""
+    """One launch computes all gradients if none of them fills the GPU alone."""
     hopper = True, torch.bfloat16, (9, 0), 132
     few = configs.pick_gradients_config(564, 512, 1365, 512, *hopper)
     assert few is not None and (few.block_n, few.block_k, few.num_warps) == (128, 64, 4)
@@ -199,7 +200,7 @@ def test_which_gradients_are_in_one_launch() -> None:
 
 
 def test_repeated_backward() -> None:
-    """What was saved is not written over."""
+    """The backward does not overwrite saved tensors."""
     tensors = {n: t.requires_grad_() for n, t in operands(9, 7, 18, 5).items()}
     y = fused_mlp(**tensors)
     first, second = (torch.autograd.grad(y.sum(), list(tensors.values()), retain_graph=True) for _ in range(2))
@@ -218,8 +219,8 @@ def test_real_widths(dtype: torch.dtype, gated: bool) -> None:
 
 
 def test_a_stride_times_a_block_may_exceed_32_bits() -> None:
-    """Of a transposed view a step of the sum advances by more than 2^31 elements: 2^31 + 16, which 32 bits would take
-    for a negative number. Little of the memory is touched."""
+    """In a transposed view a K-block advances by 2^31 + 16 elements, which would be negative in 32 bits. Little of the
+    memory is accessed."""
     far = 2**27 + 1
     memory = torch.empty(16 * far + 3, dtype=torch.float16, device=DEVICE)
     x = memory.as_strided((3, 17), (1, far)).copy_(torch.randn(3, 17))
@@ -306,7 +307,7 @@ def test_auto() -> None:
 
 @pytest.mark.parametrize("names", ["x w1 w2", "x w1 w2 b1 b2 w_gate"], ids=["plain", "gated"])
 def test_products_of_the_library(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of weights that are not contiguous, with a hidden whose rows are padded, and each gradient alone."""
+    """Also with weights that are not contiguous, a hidden with padded rows, and each gradient alone."""
     tensors = operands(21, 16, 37, 24, names)
     tensors["x"] = tensors["x"].view(3, 7, 16)
     strided = {n: t.mT.contiguous().mT if n in ("w1", "w_gate", "w2") else t for n, t in tensors.items()}
@@ -325,7 +326,7 @@ def test_products_of_the_library(names: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("odd", ["x", "w1", "w2", "w_gate"])
 def test_one_operand_that_is_not_aligned(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches that serve several tensors do not take one for aligned because another is: `Launch` refuses that."""
+    """A launch used for several tensors must not treat one as aligned because another is: `Launch` rejects that."""
     tensors = operands(21, 16, 37, 24, dtype=torch.float16)
     elsewhere = tensors[odd].new_empty(tensors[odd].numel() + 1)[1:].view_as(tensors[odd]).copy_(tensors[odd])
     assert elsewhere.data_ptr() % 16 and tensors["w1"].data_ptr() % 16 == 0
@@ -337,7 +338,7 @@ def test_one_operand_that_is_not_aligned(odd: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compute-sanitizer does this on a GPU")
 def test_a_copied_weight_is_read_within_its_bounds() -> None:
-    """The last block of rows of w2's copy is not whole, and neither are its columns."""
+    """The last block of w2's copy is partial, in rows and in columns."""
     tensors = operands(5, 16, 37, 21, "x w1 w2", torch.float16)
     assert configs.pick_copy(21, 37, False, torch.float16) and 21 % configs.pick_copy_config(48).block_n
     dy = torch.ones(5, 21, dtype=torch.float16)
@@ -347,7 +348,7 @@ def test_a_copied_weight_is_read_within_its_bounds() -> None:
 
 
 def test_weights_that_a_peer_lays_out_beforehand() -> None:
-    """Their gradients are those of the weights as given, and new weights are laid out anew."""
+    """The gradients have the layout of the given weights, and new weights are laid out again."""
     peer = bench._padded(fused_mlp_reference)
     for _ in range(2):
         tensors = operands(5, 6, 7, 4, "x w1 w2 w_gate")

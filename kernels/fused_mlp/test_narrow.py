@@ -1,5 +1,5 @@
-"""narrow.cu, GEMMs of small K with an activation: which operands it supports, that it compiles, that host and device
-agree, and on a GPU that it is right."""
+"""Tests of narrow.cu, GEMMs of small K with an activation: supported operands, compilation, constants that host and
+device share, and on a GPU the results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_where_it_cannot_run() -> None:
         fused_mlp(torch.zeros(2, 8), torch.zeros(8, 8), torch.zeros(8, 8), backend="narrow")
 
 
-# Epilogue, activation, B_TRANS, BIAS, tensors that are stored, TAIL, terms, FP16, and COLUMNS if not as picked.
+# Epilogue, activation, B_TRANS, BIAS, tensors that are stored, TAIL, K, FP16, and COLUMNS if not as picked.
 VARIANTS = (
     ("DACT", "silu", 1, 0, 3, 96, 512, 0),
     ("ACT", "silu", 0, 0, 1, 96, 512, 0),
@@ -93,9 +93,9 @@ def test_it_compiles_and_does_not_spill(variant: tuple) -> None:
     )
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "fused_mlp_narrow")
     assert usage.spills == 0 and usage.stack == 0
-    # TMA writes over what a warp has read and given back, that of the other CTA or of its own.
+    # No warp releases a stage before its reads are complete: TMA of this CTA or of the other overwrites the stage.
     assert usage.early_arrivals == 0 and usage.early_own_reads == {}
-    # A wait for each step but those that are still in flight, and one for these: none that ptxas put between products.
+    # One wait for each K-block but those still in flight, and one for these: ptxas has added none between wgmmas.
     in_flight = min(steps, 128 // (narrow.sizes_of(epilogue, stores)[0] * config.columns))
     assert usage.mma == {"HGMMA": 2 * 4 * steps} and usage.wgmma_waits == 2 * (steps - in_flight + 1)
 
@@ -128,7 +128,7 @@ def test_it_fits_into_shared_memory(epilogue: int) -> None:
 
 
 def test_its_clusters_run_at_once() -> None:
-    """Of 132 SMs, clusters of 4 CTAs use 120: 33 of them would be two waves, the second of 3."""
+    """Clusters of 4 CTAs use 120 of 132 SMs. 33 clusters would take two waves, the second with 3 clusters."""
     assert [configs.clusters_at_once(132, size) for size in (1, 2, 4)] == [132, 66, 30]
 
 
@@ -162,7 +162,8 @@ def test_activations(compiler: None, activation: str) -> None:
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("names", ["x w1 w2 b1", "x w1 w2 w_gate"])
 def test_clusters_and_rings(compiler: None, names: str) -> None:
-    """More blocks than clusters, ranges that begin within a row tile; repeats agree bit for bit, for all clusters."""
+    """There are more blocks than clusters, and ranges of blocks that begin within a row tile. Repeated runs agree bit
+    for bit, for all cluster sizes."""
     tensors = operands(20_011, 512, 1365, 512, names, torch.bfloat16)
     agrees(tensors, backend="narrow")
     first, picked = gradients(fused_mlp, tensors, backend="narrow"), configs.pick_narrow_config
@@ -189,8 +190,8 @@ def test_both_ways_to_save_give_the_same_bits(compiler: None) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_each_gradient_alone(compiler: None) -> None:
-    """Of the tensors that the backward's epilogue can write, those that are needed. For w2 alone the hidden comes from
-    the first GEMM, before pre is rounded."""
+    """The backward's epilogue stores only the tensors that are needed. For w2 alone the first GEMM computes the hidden,
+    from pre before it is rounded."""
     tensors = operands(700, 128, 200, 136, "x w1 w2 b1 w_gate", torch.bfloat16)
     for names in ("x w1 w2 b1", "x w1 w2 b1 w_gate"):
         given = {name: tensors[name] for name in names.split()}
@@ -206,7 +207,7 @@ def test_each_gradient_alone(compiler: None) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_layouts(compiler: None) -> None:
-    """What TMA cannot read goes to another version, for each GEMM."""
+    """Each GEMM with an operand that TMA cannot read uses another version."""
     tensors = operands(300, 128, 200, 136, "x w1 w2 w_gate", torch.bfloat16)
     for name, t in tensors.items():
         wide = torch.randn(t.shape[0], 256, device="cuda", dtype=torch.bfloat16) * t.shape[1] ** -0.5

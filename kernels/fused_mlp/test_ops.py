@@ -1,4 +1,4 @@
-"""What a caller sees of the ops of torch.library, of plans, and of autograd beside results."""
+"""Behaviour other than results: custom ops, cached plans, and autograd."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPS = getattr(torch.ops, __package__.replace(".", "_"))
 
 
 class Results(TorchDispatchMode):
-    """Counts the elements of what the forward's op returns."""
+    """Records the numbers of elements of the tensors that the forward's custom op returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Results(TorchDispatchMode):
 
 
 def backward_of(tensors: dict[str, torch.Tensor], needs: Needs) -> tuple[Any, ...]:
-    """Arguments of the backward's op, which is to compute the activations again."""
+    """Arguments of the backward's custom op, with activations that it must recompute."""
     weights = (tensors.get(name) for name in ("w1", "w2", "b1", "w_gate"))
     dy = torch.randn(tensors["x"].shape[0], tensors["w2"].shape[0], device=DEVICE)
     return dy, tensors["x"], *weights, None, None, "silu", *needs, "auto"
@@ -41,7 +41,7 @@ def backward_of(tensors: dict[str, torch.Tensor], needs: Needs) -> tuple[Any, ..
 
 @pytest.mark.parametrize("names", ["x w1 w2", "x w1 w2 b1 b2 w_gate"], ids=["plain", "gated"])
 def test_the_ops_keep_the_rules_of_torch_library(names: str) -> None:
-    """For each gradient alone, and where nothing is kept, fake tensors have the shapes of the real ones."""
+    """Fake tensors have the shapes of the real ones, for each gradient alone and if no activations are saved."""
     tensors = operands(9, 7, 18, 5, names)
     args = (tensors.get(name) for name in ("x", "w1", "w2", "b1", "b2", "w_gate"))
     torch.library.opcheck(OPS.fused_mlp_fwd, (*args, "silu", False, "auto"))
@@ -51,8 +51,8 @@ def test_the_ops_keep_the_rules_of_torch_library(names: str) -> None:
 
 
 def test_nothing_is_kept_without_gradients() -> None:
-    """The op, which a mode or torch.compile sees, returns y alone where no gradient is needed: pre and gate, as large
-    as the hidden each, are neither written nor kept."""
+    """If no gradient is needed, the custom op returns y alone. pre and gate, each as large as the hidden, are neither
+    written nor saved."""
     tensors = operands(9, 7, 18, 5)
     leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
     with Results() as seen:
@@ -65,7 +65,7 @@ def test_nothing_is_kept_without_gradients() -> None:
 
 
 def test_the_ops_use_the_plans_of_earlier_calls() -> None:
-    """A call through torch.library, as of torch.compile, does not make its plans anew each time either."""
+    """A call through torch.library, as under torch.compile, also reuses cached plans."""
     tensors = operands(3, 7, 18, 5)
     backward = backward_of(tensors, Needs(*[True] * 6))
     with (
@@ -89,7 +89,7 @@ class _Stops(torch.autograd.Function):
 
 
 def test_no_gradient_gives_none() -> None:
-    """What uses y may have no gradient for it: then the tensors have none, in an eager call and through the op."""
+    """If y receives no gradient, the tensors get none, in an eager call and through the custom op."""
     leaves = {name: t.requires_grad_() for name, t in operands(3, 7, 18, 5).items()}
     for y in (fused_mlp(**leaves), OPS.fused_mlp_fwd(*leaves.values(), "silu", True, "auto")[0]):
         _Stops.apply(y).sum().backward()
@@ -98,7 +98,7 @@ def test_no_gradient_gives_none() -> None:
 
 @pytest.mark.parametrize("odd", [None, "x", "w1", "w2", "w_gate"])
 def test_whole_vectors_are_known_as_such(odd: str | None) -> None:
-    """The single kernel takes its larger tiles where all matrices are made of whole vectors, and only there."""
+    """The single kernel uses its larger tiles if and only if all matrices consist of whole vectors."""
     tensors = operands(32, 16, 32, 16, "x w1 w2 w_gate", torch.float16)
     if odd is not None:
         wide = torch.zeros(tensors[odd].shape[0], 65, dtype=torch.float16, device=DEVICE)
@@ -109,7 +109,7 @@ def test_whole_vectors_are_known_as_such(odd: str | None) -> None:
 
 
 def test_which_products_go_to_cuda() -> None:
-    """Those of whole vectors: of y's width, and of both weights of a gated layer, which are to lie alike."""
+    """GEMMs whose y has a width of whole vectors. Both weights of a gated layer must have the same layout."""
     use = configs.Versions(cuda=True, library=False, passes=False, narrow=False)
     a, b = torch.zeros(40, 64, dtype=torch.float16), torch.zeros(24, 64, dtype=torch.float16)
     other = torch.zeros(64, 24, dtype=torch.float16).mT
@@ -124,7 +124,7 @@ def test_which_products_go_to_cuda() -> None:
 
 @pytest.mark.parametrize("launch", ["rows_launch", "weights_launch"])
 def test_products_without_an_activation_by_cuda_in_place_of_the_library(launch: str) -> None:
-    """Where `plain` is chosen and the operands are of whole vectors."""
+    """If `plain` is chosen and the operands consist of whole vectors."""
     a, b = torch.zeros(40, 64, dtype=torch.float16), torch.zeros(24, 64, dtype=torch.float16)
     with mock.patch.object(products, launch) as cuda, mock.patch.object(versions.library, launch) as library:
         for plain in (False, True):

@@ -1,4 +1,4 @@
-"""The version for Hopper (sm90/): which operands it supports, that it compiles, and on a GPU that it is right."""
+"""Tests of the version for Hopper (sm90/): supported operands, compilation, and on a GPU the results."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ WIDTHS = (256, 192, 176, 160, 128)  # columns of a tile
     [
         pytest.param(v, width, id="-".join(map(str, (*v, width))).lower())
         for v, width in itertools.product(VARIANTS, WIDTHS)
-        if (*v[:2], width) != ("DGATE", "gelu", 192)  # which is not picked: it spills
+        if (*v[:2], width) != ("DGATE", "gelu", 192)  # never picked, because it spills
     ],
 )
 def test_it_compiles_and_does_not_spill(variant: tuple, width: int) -> None:
-    """Neither does ptxas wait for wgmmas but where the source does: in each loop over K-blocks, and after it."""
+    """ptxas adds no waits for wgmmas to those of the source: one in each main loop, and one after it."""
     (epilogue, activation, a_trans, b_trans, two, fp16), turns = variant, width < 256
     defines = (
         f"EPILOGUE={getattr(products, epilogue)}",
@@ -115,8 +115,8 @@ def test_the_ring_fits_into_shared_memory() -> None:
 
 
 def test_few_tiles_are_narrow() -> None:
-    """The width whose tiles fill 132 SMs best: two rounds of 252 tiles of 176 columns for two of 172 of 256, one of 128
-    tiles of 128 columns for one of 64; and 256 where tiles are many."""
+    """The width whose tiles fill 132 SMs best is picked. Both 252 tiles of 176 columns and 172 of 256 take two waves;
+    both 128 tiles of 128 columns and 64 of 256 take one. With many tiles it is 256."""
     for (rows, cols, steps, epilogue), block_n in {
         (512, 11008, 64, "act"): 176,
         (512, 11008, 64, "gate"): 176,
@@ -143,7 +143,7 @@ def test_turns_hide_all_epilogues_but_the_last() -> None:
     epilogue = 192 * configs.CUDA_EPILOGUES["act"]
     assert cycles(False, 64, 8 * 128) - cycles(True, 64, 8 * 128) == pytest.approx((8 * 1.2 - 1) * epilogue)
     assert cycles(False, 64, 128) - cycles(True, 64, 128) == pytest.approx(0.2 * epilogue)
-    assert 0 < cycles(False, 1, 8 * 128) - cycles(True, 1, 8 * 128) < 7 * epilogue  # which are longer than products
+    assert 0 < cycles(False, 1, 8 * 128) - cycles(True, 1, 8 * 128) < 7 * epilogue  # longer than the main loops
 
 
 @pytest.mark.parametrize(("steps", "tiles"), [(3204, 22), (1, 22), (9, 1000), (0, 1), (128, 200)])
@@ -176,7 +176,7 @@ def test_activations(compiler: None, activation: str) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_more_tiles_than_sms(compiler: None) -> None:
-    """Every CTA computes several tiles; weights' gradients use split-K; repeats agree bit for bit."""
+    """Every CTA computes several tiles, and weights' gradients use split-K. Repeated runs agree bit for bit."""
     tensors = operands(20000, 512, 1365, 512, "x w1 w2 b1 b2 w_gate", torch.bfloat16)
     agrees(tensors, backend="cuda")
     first = gradients(fused_mlp, tensors, backend="cuda")
@@ -187,7 +187,7 @@ def test_more_tiles_than_sms(compiler: None) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_layouts(compiler: None) -> None:
-    """What TMA cannot read goes to Triton, for each GEMM."""
+    """Each GEMM with an operand that TMA cannot read uses Triton."""
     tensors = operands(300, 128, 200, 136, "x w1 w2 w_gate", torch.bfloat16)
     for name, t in tensors.items():
         wide = torch.randn(t.shape[0], 256, device="cuda", dtype=torch.bfloat16) * t.shape[1] ** -0.5
@@ -231,8 +231,8 @@ def test_each_width_is_right(
     names: str,
     dtype: torch.dtype,
 ) -> None:
-    """Forward and backward, whose GEMMs have operands of both layouts, split-K and TWO; with one tile a CTA, and
-    with even and odd numbers of them. Repeats agree bit for bit, and so do all widths: each sum has one order."""
+    """Forward and backward: GEMMs with operands of both layouts, split-K and TWO; one tile a CTA, and even and odd
+    numbers of tiles. Repeated runs agree bit for bit, and so do all widths: each sum has one order."""
     tensors = operands(rows, dim, hidden, dim_out, names, dtype)
     first: list[torch.Tensor] | None = None
     for _ in each_config(monkeypatch):
@@ -257,7 +257,7 @@ def test_activations_of_each_width(compiler: None, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_columns_beyond_the_last_are_zeros_in_each_width(compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a row of x is not finite, and where a tile begins beyond them."""
+    """Also if a row of x is not finite, and if a tile begins past the last column."""
     for hidden in (203, 257, 345, 441):
         tensors = operands(300, 128, hidden, 136, "x w1 w2 b1 w_gate", torch.bfloat16)
         tensors["x"][77:] = torch.inf

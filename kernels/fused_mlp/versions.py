@@ -1,6 +1,6 @@
-"""Which version computes a GEMM: cuBLAS or CUDA C++, where that was chosen and supports the operands, else Triton.
+"""The version that computes a GEMM: cuBLAS or CUDA C++ if it was chosen and supports the operands, else Triton.
 
-`written` says which results of a launch are wanted: the hidden, and pre and gate; or dpre, dgate, and the hidden."""
+`written` says which results a launch stores: (the hidden, pre and gate) or (dpre, dgate, the hidden)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def hidden_launch(
     written: tuple[bool, bool],
     copied: Optional = None,
 ) -> Callable[..., None]:
-    """Of (x, w1, w_gate, b1, hidden, pre, gate, w2, copy); with `copied`, a weight like w2, the copy of w2 to rows with
-    a pitch is written too, in the same launch where there is one for that."""
+    """Writes hidden, pre and gate [rows, pitch], given (x, w1, w_gate, b1, hidden, pre, gate, w2, copy). If `copied` is
+    a weight like w2, also copies w2 to padded rows, in the same launch if the version can."""
     if use.narrow and narrow.takes(x, w1, w_gate):
         return narrow.hidden_launch(x, w1, b1, w_gate, activation, written, copied)
     if use.passes:
         return _after_copy(library.hidden_launch(x, w1, b1, w_gate, activation), copied)
-    # The two weights of a gated product share a tile, of rows.
+    # The tile of b in a gated GEMM has rows of both weights, so that both must be K-major.
     in_rows = w_gate is None or w_gate.stride(1) == w1.stride(1) == 1
     if use.cuda and in_rows and products.takes(x, w1, w_gate):
         return _after_copy(products.hidden_launch(x, w1, b1, w_gate, activation), copied)
@@ -39,7 +39,7 @@ def hidden_launch(
 
 
 def _after_copy(launch: Callable[..., None], copied: Optional) -> Callable[..., None]:
-    """`launch` with two further arguments, a weight and where it is copied to before."""
+    """`launch` with two more arguments, a weight and its copy, which is written first."""
     if copied is None:
         return lambda *arguments: launch(*arguments[:-2])
     copy = launches.pitch_launch(copied)
@@ -83,7 +83,7 @@ def dhidden_launch(
 
 
 def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int, use: Versions) -> Callable[..., None]:
-    # Of other widths products.cu writes parts in fp32, even one.
+    # For other widths products.cu writes fp32 partitions, even if there is only one.
     plain = use.plain and depth % products.VECTOR == 0
     if products.takes(a, b) and (plain or (use.cuda and not use.library)):
         return products.weights_launch(a, b, cols, depth)

@@ -14,19 +14,19 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 def kind(value: object) -> str:
-    """An argument in an error message: a tensor's dtype, or the type of anything else."""
+    """How an error message describes an argument: a tensor's dtype, or the type of anything else."""
     return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def runnable(op: str, name: str, tensor: torch.Tensor) -> None:
-    """RuntimeError for a tensor that is on no GPU, unless it is on the CPU and Triton's interpreter is on."""
+    """Raises RuntimeError if the tensor is not on a GPU. The CPU is allowed in Triton's interpreter."""
     if not tensor.is_cuda and not (tensor.device.type == "cpu" and INTERPRETED):
         needed = "on a GPU, or on the CPU in Triton's interpreter (TRITON_INTERPRET=1)"
         raise RuntimeError(f"{op}: {name} must be {needed}, got {tensor.device}")
 
 
 def no_tangent(op: str, *tensors: torch.Tensor | None) -> None:
-    """NotImplementedError for a tensor with a tangent, which an op of torch.library would drop silently."""
+    """Raises NotImplementedError if a tensor has a forward-mode tangent: a torch.library op would drop it silently."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
@@ -34,7 +34,7 @@ def no_tangent(op: str, *tensors: torch.Tensor | None) -> None:
 
 
 def no_gradient(op: str, **inputs: object) -> None:
-    """RuntimeError for an input that requires a gradient, where gradients are recorded and the op has none."""
+    """Raises RuntimeError if grad mode is on and an input requires a gradient: the op has no backward."""
     for name, tensor in inputs.items() if torch.is_grad_enabled() else ():
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Matrix products of ragged groups of rows, each with a weight of its own, forward and backward."""
+"""Grouped GEMM of ragged groups of rows, each with its own weight: forward and backward."""
 
 from .op import grouped_gemm
 

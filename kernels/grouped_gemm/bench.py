@@ -21,9 +21,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def _case(
     groups: int, rows: int, n: int, k: int, dtype: torch.dtype, split: str = "random", suffix: str = "", **params
 ) -> Case:
-    """`split`: how rows are distributed over the groups. All but "random" leave none behind the last offset, and are
-    the same at each call; a bench case has such a one and no suffix. With `only_weights` x has no gradient, and the
-    backward alone is run."""
+    """`split`: the distribution of rows over the groups. All but "random" leave no rows past the last offset, and are
+    the same in each call; a bench case has one of these and no suffix. With `only_weights` x has no gradient, and only
+    the backward is run."""
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     only = "wgrad" if params.get("only_weights") else ""
     name = "-".join(
@@ -37,8 +37,8 @@ def _case(
 
 
 CASES = (
-    # Eight large experts as in Mixtral; many small ones as in DeepSeek's MoE, whose projections are 2048 to 1408 and
-    # back. One group with all rows is what a router does that has collapsed.
+    # Eight large experts as in Mixtral; many small ones as in DeepSeek's MoE, whose projections are 2048 -> 1408 and
+    # back. A collapsed router sends all rows to one group ("onehot").
     *(_case(8, 8192, 4096, 4096, BF16, split) for split in ("equal", "zipf", "onehot")),
     *(_case(64, 32768, 1408, 2048, BF16, split) for split in ("equal", "zipf", "onehot")),
     _case(64, 32768, 2048, 1408, BF16, "zipf"),
@@ -47,8 +47,8 @@ CASES = (
     _case(8, 8192, 4096, 4096, BF16, "equal", only_weights=True),
     _case(8, 8192, 4096, 4096, BF16, "zipf", only_weights=True),
     *(_case(groups, 32768, 1408, 2048, BF16, "zipf", only_weights=True) for groups in (64, 128)),
-    # What goes wrong: plain first, then nothing, one of everything, more groups than rows, primes, several tiles, the
-    # bias, groups that are equal or all but one empty.
+    # Typical failures: default options first, then no rows, sizes of one, more groups than rows, primes, several tiles,
+    # the bias, equal groups, and all groups but one empty.
     _case(3, 40, 24, 20, FP32),
     _case(4, 50, 20, 24, FP32, bias=True),
     _case(3, 50, 24, 16, FP16),
@@ -72,19 +72,19 @@ CASES = (
 
 
 def group_sizes(case: Case) -> list[int]:
-    """Rows of each group, of a split that is not random."""
+    """The number of rows of each group, for a split that is not random."""
     groups, rows = case.dims["groups"], case.dims["rows"]
     split = case.params.get("split")
     if split == "onehot":
         return [rows if group == groups // 2 else 0 for group in range(groups)]
-    # Zipf's law by the rank of a group; ranks are dealt out so that neighbours differ.
+    # Zipf's law by the rank of a group. Ranks are permuted so that adjacent groups differ.
     shares = [1.0 if split == "equal" else 1 / (1 + group * 37 % groups) for group in range(groups)]
     ends = [round(rows * share / sum(shares)) for share in itertools.accumulate(shares)]
     return [end - start for start, end in itertools.pairwise([0, *ends])]
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """Products of variance 1. Random offsets leave rows behind the last one, and groups without any."""
+    """Random inputs; y has a variance of 1. Random offsets leave rows past the last one, and groups without rows."""
     d, params = case.dims, dict(case.params)
     index = torch.int64 if case.dtype == FP32 else torch.int32
 
@@ -93,7 +93,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
     if params.pop("split", None):
         ends = torch.tensor(list(itertools.accumulate(group_sizes(case))), dtype=index)
-        # As the ahead-of-time build understands it, which has a GPU in name alone.
+        # copy_ rather than a transfer, because the ahead-of-time build has a GPU in name only.
         offsets = torch.empty(ends.shape, dtype=index, device=device).copy_(ends)
     else:
         ends = torch.randint(0, d["rows"] + 1, (d["groups"],), dtype=index, device=device, generator=generator)
@@ -109,7 +109,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 
 def _of_constant(op: Op) -> Op:
-    """The op whose x, where it has no gradient, is called `constant`."""
+    """The op with an additional name for x, `constant`, which the harness gives no gradient."""
 
     @functools.wraps(op)
     def run(weights, offsets, x=None, constant=None, **options):
@@ -117,15 +117,15 @@ def _of_constant(op: Op) -> Op:
             return op(x, weights, offsets, **options)
         try:
             return op(constant, weights, offsets, **options)
-        except (TypeError, ValueError) as error:  # in the name that the argument has here
+        except (TypeError, ValueError) as error:  # restores the name that the argument has here
             raise type(error)(re.sub(r"\bx\b", "constant", str(error))) from error
 
     return run
 
 
 def cost(case: Case, mode: str) -> Cost:
-    """Forward: x, y and the weights of groups that have rows. Backward: dy, x, dx, those weights, all gradients; of the
-    weights' alone dy, x and that one."""
+    """Compulsory traffic. Forward: x, y and the weights of groups that have rows. Backward: dy, x, dx, those weights,
+    all gradients; for the weights' gradient alone dy, x and that gradient."""
     groups, rows, n, k = (case.dims[name] for name in ("groups", "rows", "n", "k"))
     used = sum(size > 0 for size in group_sizes(case)) if "split" in case.params else min(groups, rows)
     weights, bias = n * k, n * case.params.get("bias", False)
@@ -158,7 +158,7 @@ def _torch() -> Op:
 
 
 class _Looped(torch.autograd.Function):
-    """A product of cuBLAS for each group, by sizes that the host knows."""
+    """One cuBLAS GEMM for each group, with sizes that the host knows."""
 
     @staticmethod
     def forward(ctx, x, weights, ends):
@@ -237,7 +237,7 @@ def _deep_gemm() -> Op:
 
 
 def _fixed(case: Case, mode: str) -> str | None:
-    """Peers that are given what they make of the offsets once, as a model would for its forward and backward."""
+    """For peers that preprocess the offsets once, as a model would for its forward and backward."""
     return None if case.bench or case in HOST_CASES else "offsets differ from call to call, and it reads them once"
 
 
@@ -250,7 +250,7 @@ def _aligned(case: Case, mode: str) -> str | None:
 
 
 def _takes(case: Case, mode: str) -> str | None:
-    """Nothing in the rows behind the last offset, no bias, bf16 in rows of 16 bytes."""
+    """For peers that require bf16 in rows of whole 16-byte vectors, no bias, and no rows past the last offset."""
     return None if case.bench or case in HOST_CASES else "leaves rows behind the last offset, and has no bias"
 
 
@@ -287,7 +287,7 @@ def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
 
 
 def _in_cuda(case: Case) -> bool:
-    """Whether the version for Hopper takes a case as `make_inputs` lays it out."""
+    """Whether the version for Hopper supports a case with the layout of `make_inputs`."""
     groups, rows, n, k = (case.dims[name] for name in ("groups", "rows", "n", "k"))
     large = rows and configs.pick_block_m(rows, groups, case.dtype, (9, 0)) == 128
     return bool(case.dtype != FP32 and large and n % 8 == 0 and k % 8 == 0)
@@ -300,7 +300,7 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    """Of "cuda" nothing is checked here: the checks try layouts that it does not take, and test_sm90.py has its own."""
+    """The checks skip "cuda", because they use layouts that it does not support. test_sm90.py checks it."""
     if implementation == "triton":
         d = case.dims
         wide = case.dtype != FP32 and d["rows"] > 64 * d["groups"] and d["n"] % 8 == d["k"] % 8 == 0
@@ -319,7 +319,7 @@ SPEC = KernelSpec(
         "triton": _of_constant(partial(grouped_gemm, backend="triton")),
         "cuda": _of_constant(partial(grouped_gemm, backend="cuda")),
     },
-    # Elsewhere the first is the second.
+    # Below 9.0 "auto" is "triton".
     min_capability={"triton": (9, 0), "cuda": (9, 0)},
     unsupported_reason=_unsupported_reason,
     alias_reason=_alias_reason,

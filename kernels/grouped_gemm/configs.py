@@ -1,6 +1,6 @@
-"""How grouped_gemm is launched: every choice is a pure function of the problem and the GPU.
+"""Launch configurations of grouped_gemm: every choice is a pure function of the problem and the GPU.
 
-What was tried is in EXPERIMENTS.md.
+EXPERIMENTS.md lists the alternatives that were tried.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 
 MIN_BLOCK_M = 16  # minimum of tl.dot; the tile list has room for tiles of so few rows
 SHARED = 227 << 10  # bytes that a CTA of sm_90 can use
-MOST_TERMS_IN_TURNS = 3072  # largest K with ping-pong; between what was measured to be faster and to be slower
+MOST_TERMS_IN_TURNS = 3072  # largest K with ping-pong, between K that were measured to be faster and slower with it
 ROWS_IN_TURNS = (176, 160, 128)  # ping-pong widths of the forward and dx; 192 was slower
 
 
@@ -32,9 +32,9 @@ class RowsConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu: pipeline stages, height of a group in the grouped tile order (`raster`, in clusters), CTAs of a
-    cluster (1 or 2), whose tiles are vertically adjacent and share b, and the columns of a tile: 256, which the two
-    consumers of a CTA share (cooperative), or 128, 160, 176 or 192, with ping-pong."""
+    """Configuration of products.cu: pipeline stages, height of a group in the grouped tile order (`raster`, in
+    clusters), CTAs of a cluster (1 or 2), whose tiles are vertically adjacent and share b, and the columns of a tile:
+    256, which the two consumers of a CTA share (cooperative), or 128, 160, 176 or 192, with ping-pong."""
 
     stages: int
     raster: int
@@ -49,8 +49,7 @@ class CudaConfig:
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    """A CTA for each tile of `block_n` by `block_k` of a weight's gradient, which is summed over `block_r` rows at a
-    time."""
+    """One CTA per tile of `block_n` by `block_k` of a weight's gradient, with K-blocks of `block_r` rows."""
 
     block_n: int
     block_k: int
@@ -172,5 +171,5 @@ def pick_bias_config(cols: int, dtype: torch.dtype, capability: tuple[int, int])
 
 
 def _fit(size: int, most: int) -> int:
-    """The block of a dimension: `most`, or what a smaller dimension fills."""
+    """The block size of a dimension: `most`, or the next power of two if the dimension is smaller."""
     return max(MIN_BLOCK_M, min(most, triton.next_power_of_2(max(1, size))))

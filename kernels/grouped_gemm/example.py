@@ -1,6 +1,6 @@
 """One call of grouped_gemm, small or of a size that models have.
 
-`selftest` holds it against the reference, `info` asks which kernels it launches.
+`selftest` compares it with the reference; `info` lists the kernels that it launches.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient, and options that choose a version, and
-    what "auto" is of them on Hopper."""
+    """`inputs` of the public function, those that have a gradient, options that choose a version, and the version that
+    "auto" is on Hopper."""
     groups, rows, cols, depth = (3, 40, 24, 20) if small else (8, 8192, 4096, 4096)
     ends = [rows * (group + 1) // (groups + 1) for group in range(groups)]
     inputs = {

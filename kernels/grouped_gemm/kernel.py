@@ -2,14 +2,14 @@
 
 Estimate, bf16, T rows of K, weights [G, N, K], one NVIDIA H200 at 790 TFLOP/s and 4254 GB/s:
   forward    y = x · wᵀ, a group's rows with its weight     2·T·N·K FLOPs    bytes 2·(T·K + G·N·K + T·N)
-  dx         the same product with weights [G, K, N]        2·T·N·K FLOPs    the same bytes
+  dx         the same GEMM with weights [G, K, N]           2·T·N·K FLOPs    the same bytes
   dweights   dyᵀ · x over the rows of each group            2·T·N·K FLOPs    the same bytes
                                                  FLOPs        floor     bytes    at that rate
   8 groups, 8192 rows, 4096 x 4096               275 GFLOP    348 us    403 MB     95 us
   64 groups, 32768 rows, 1408 x 2048             189 GFLOP    239 us    596 MB    140 us
   128 groups, 32768 rows, 1408 x 2048            189 GFLOP    239 us    965 MB    227 us
-So the tensor cores are the bound, as long as each operand is read from memory about once. The padding of the last
-row tile of each group is work as well: on average half a tile of 128 rows, which is 12 % at 64 groups of 512 rows each.
+So the tensor cores are the bound, if each operand is read from memory about once. The padding of each group's last row
+tile costs time too: on average half a tile of 128 rows, which is 12 % for 64 groups of 512 rows each.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import triton.language as tl
 
 from .schedule import ENTRY, HEADER, write_table
 
-# What changes from call to call comes first, then integers, then constexprs: see `Launch`. Rows and groups vary from
-# step to step of a model with routing, so that kernels are not specialised for them.
+# Arguments that change from call to call come first, then integers, then constexprs: see `Launch`. In a model with
+# routing the numbers of rows and groups vary from step to step, so that kernels are not specialised for them.
 
 
 @triton.jit(do_not_specialize=["rows", "groups", "room"])
@@ -35,13 +35,13 @@ def _grouped_gemm_table_kernel(
     CHUNK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """The table of tiles, which the kernels below read: schedule.py."""
+    """Writes the table of tiles (schedule.py), which the kernels below read."""
     write_table(offsets_ptr, table_ptr, rows, groups, room, stride_o, BLOCK_M, CHUNK, TILES)
 
 
 @triton.jit
 def _raster(place, tiles_m, tiles_n, RASTER: tl.constexpr):
-    """Tile at this place of the order: RASTER row tiles of a column, then the next column."""
+    """The tile (m, n) at this place of the grouped tile order: RASTER row tiles of a column, then the next column."""
     band = RASTER * tiles_n
     first = place // band * RASTER
     height = tl.minimum(tiles_m - first, RASTER)
@@ -64,8 +64,9 @@ def _rows_times_weight(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """Σ a · b over `steps` blocks of k, in fp32. a_ptr [BLOCK_M, 1] and b_ptr [1, BLOCK_N] point to k = 0. Rows and
-    columns beyond the tile's end only reach elements that are not stored, but what they point to may not be there."""
+    """Σ_k a · b over `steps` K-blocks, in fp32. a_ptr [BLOCK_M, 1] and b_ptr [1, BLOCK_N] point to k = 0. Rows and
+    columns out of bounds affect only elements that are not stored. They are masked, because their addresses may be
+    invalid."""
     k = tl.arange(0, BLOCK_K)
     a_ptr = a_ptr + k.to(tl.int64)[None, :] * stride_ak
     b_ptr = b_ptr + k.to(tl.int64)[:, None] * stride_bk
@@ -112,8 +113,8 @@ def _grouped_gemm_rows_kernel(
 ):
     """out[r, n] = Σ_k a[r, k] · b[g, n, k] + bias[g, n] for the group g of row r, and 0 for a row without one.
 
-    The forward, and x's gradient with n and k of the weights exchanged. Persistent: a CTA takes every
-    num_programs-th tile of those that the table has row tiles for.
+    Computes the forward, and x's gradient with n and k of the weights exchanged. Persistent: a CTA processes every
+    num_programs-th tile of the row tiles in the table.
     """
     tiles_m, tiles_n = tl.load(table_ptr), tl.cdiv(cols, BLOCK_N)
     entries = table_ptr + HEADER + groups * ENTRY
@@ -163,8 +164,8 @@ def _grouped_gemm_weights_kernel(
 ):
     """dweights[g, n, k] = Σ over the rows r of group g of dy[r, n] · x[r, k], in the order of rows, in fp32.
 
-    A CTA for each tile, the group with most rows first: CTAs are started in this order, so that the longest sums are
-    not left for the end. A group without rows is filled with zeros.
+    One CTA per tile. The group with most rows comes first: CTAs start in this order, so that tiles with the largest K
+    are not left for the end. A group without rows is filled with zeros.
     """
     tiles_n, tiles_k = tl.cdiv(cols, BLOCK_N), tl.cdiv(depth, BLOCK_K)
     place = tl.program_id(0) // (tiles_n * tiles_k)
@@ -178,7 +179,7 @@ def _grouped_gemm_weights_kernel(
     n_mask, k_mask = (n < cols)[None, :], (k < depth)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for first in tl.range(0, end - start, BLOCK_R):
-        # Both factors: what lies behind the group's rows may be inf or NaN.
+        # Both operands are masked, because rows past the group's end may hold inf or NaN.
         n_inside, k_inside = row < end - start - first, row < end - start - first
         if not EVEN_N:
             n_inside = n_inside & n_mask
@@ -205,7 +206,7 @@ def _grouped_gemm_bias_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """dbias[g, n] = Σ over the rows r of group g of dy[r, n], in a fixed order, in fp32. Reads dy once: 2·T·N bytes in
+    """dbias[g, n] = Σ_r dy[r, n] over the rows r of group g, in a fixed order, in fp32. Reads dy once: 2·T·N bytes in
     bf16, 22 us for 32768 x 1408."""
     tiles_n = tl.cdiv(cols, BLOCK_N)
     place, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n

@@ -1,4 +1,4 @@
-"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
+"""The public function: argument checks, the eager fast path, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ def grouped_gemm(
     bias: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """A linear layer for each group of rows, as the experts of a mixture have them.
+    """Computes a grouped GEMM: a linear layer for each group of consecutive rows, as in a mixture of experts.
 
         y[r] = weights[g] · x[r] + bias[g]     for the rows r of group g: offsets[g - 1] <= r < offsets[g]
-        y[r] = 0                               for the rows behind the last offset
+        y[r] = 0                               for the rows past the last offset
 
-    Sums are fp32 (fp32 operands are not rounded to tf32) and rounded once. Differentiable, once, in x, weights and
-    bias; the gradient of a group without rows is zero, and so is that of a row behind the last offset. Everything is
-    summed in a fixed order, so that repeated runs agree bit for bit. The host never reads the offsets: no
-    synchronisation, and one CUDA graph for all of their values.
+    Accumulation is in fp32 (fp32 operands are not rounded to tf32), and the result is rounded once. Differentiable
+    once, in x, weights and bias. The gradients of a group without rows, and of rows past the last offset, are zero. All
+    sums have a fixed order: repeated runs agree bit for bit. The host never reads the offsets: there is no
+    synchronisation, and one CUDA graph serves all of their values.
 
     x        [T, K], float32, float16 or bfloat16, T < 2^31, any strides
-    weights  [G, N, K], dtype of x, any strides: a weight [G, K, N] is given as its view `weights.mT`, and is read in
-             place as well. Its gradient has the strides of weights where these are dense.
-    offsets  [G], int32 or int64, on x's device: the end of each group's rows, from the first row on. They should be
-             monotonic and at most T, which is not checked: each is clamped to [0, T], and one that is less than an
-             earlier one counts as that one.
+    weights  [G, N, K], dtype of x, any strides. A weight [G, K, N] is passed as its view `weights.mT`, and is read in
+             place as well. The gradient has the strides of weights if these are dense.
+    offsets  [G], int32 or int64, on x's device: the end of each group's rows; group 0 begins at row 0. They should be
+             monotonic and at most T, which is not checked: each is clamped to [0, T], and to the largest offset before
+             it.
     bias     [G, N], dtype of x, or None
-    backend  "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0: float16 and bfloat16, rows of x
-             and rows or columns of weights contiguous and on 16-byte boundaries, N and K multiples of 8, groups of more
-             than 64 rows on average), or "auto", "cuda" for what that takes, else "triton". The backward of both takes
-             Triton where an incoming gradient is laid out otherwise.
+    backend  "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0; requires float16 or bfloat16, rows
+             of x and rows or columns of weights that are contiguous and on 16-byte boundaries, N and K multiples of 8,
+             groups of more than 64 rows on average), or "auto": "cuda" where it can run, else "triton". With
+             both of these the backward uses Triton if CUDA C++ does not support the layout of the incoming gradient.
 
-    Returns y [T, N], in dtype of x, contiguous.
+    Returns y [T, N], dtype of x, contiguous.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or backend, RuntimeError for a CPU tensor
-    outside Triton's interpreter and for backend="cuda" where it cannot run.
+    outside Triton's interpreter and for backend="cuda" where it cannot run, NotImplementedError for a forward-mode
+    tangent.
 
-    Source: y = x · wᵀ by groups is the "grouped GEMM" of CUTLASS and of MegaBlocks (Gale et al. 2022,
-    arXiv:2211.15841).
+    Source: the "grouped GEMM" of CUTLASS and of MegaBlocks (Gale et al. 2022, arXiv:2211.15841).
     """
     if lean(x, weights, offsets, bias):
         plan = _fwd_plan(x, weights, offsets, bias, backend)
@@ -95,7 +95,7 @@ def _check(x, weights, offsets, bias, backend) -> None:
 
 
 def _fwd_plan(x, weights, offsets, bias, backend):
-    """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
+    """The cached plan for these arguments. Only for plain tensors: the key does not describe others completely."""
     key = signature(x), signature(weights), signature(offsets), signature(bias), backend
     plan = _FORWARD.find(key)
     if plan is None:
@@ -115,7 +115,7 @@ def _backward(dy, x, weights, table, biased: bool, needs: Needs, backend: str):
 
 
 def _gradients(ctx, dy) -> tuple[Optional, Optional, Optional]:
-    """Those of x, weights and bias, None where not needed. What traces or transforms the call sees an op."""
+    """The gradients of x, weights and bias, None where not needed. A tracer or transform sees the custom op."""
     if dy is None:
         return None, None, None
     x, weights, table = ctx.saved_tensors
@@ -128,7 +128,8 @@ def _gradients(ctx, dy) -> tuple[Optional, Optional, Optional]:
 
 
 class _GroupedGemm(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """The autograd function of eager calls. Its backward uses the custom op if it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, x, weights, offsets, bias, plan, backend):
@@ -144,7 +145,7 @@ class _GroupedGemm(torch.autograd.Function):
         return dx, dweights, None, dbias, None, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# Skips the functorch handling of torch.autograd.Function.apply: `lean` has checked that no transform is active.
 _apply = super(torch.autograd.Function, _GroupedGemm).apply
 
 

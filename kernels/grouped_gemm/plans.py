@@ -1,6 +1,6 @@
-"""Launch plans of grouped_gemm: everything about a call that does not change with the tensors' contents and addresses.
+"""Launch plans of grouped_gemm: the part of a call that does not depend on the tensors' contents and addresses.
 
-Every operand is read in place, whatever its strides.
+All operands are read in place, with any strides.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Backward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tu
 
 
 def fwd_plan(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: Optional, backend: str) -> Forward:
-    """Takes (x, weights, offsets, bias) like these, as `op` has checked them, and returns y and the table of tiles.
-    RuntimeError where `backend` cannot take them."""
+    """The plan of the forward for tensors like these, which `op` has checked. It takes (x, weights, offsets, bias) and
+    returns y and the table of tiles. RuntimeError if `backend` cannot run."""
     rows, (groups, cols), device = x.shape[0], weights.shape[:2], x.device
     size, dtype = table_size(rows, groups), x.dtype
     schedule = table_launch(_grouped_gemm_table_kernel, offsets, rows, _block_m(rows, groups, x))
@@ -55,9 +55,9 @@ def fwd_plan(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias
 def bwd_plan(
     dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, biased: bool, needs: Needs, backend: str
 ) -> Backward:
-    """Takes (dy, x, weights, table) like these and returns the gradients of x, weights and bias: None where `needs`
-    has False, or there is none. `dweights` lies in memory as weights do, if these are dense. What `backend` cannot
-    take goes to Triton, for the layout of an incoming gradient is not the caller's choice."""
+    """The plan of the backward for tensors like these. It takes (dy, x, weights, table) and returns the gradients of x,
+    weights and bias, None where `needs` is False or there is no bias. dweights has the strides of weights, if these are
+    dense. GEMMs that `backend` does not support use Triton, because the caller does not choose the layout of dy."""
     (rows, cols), (groups, _, depth), device, dtype = dy.shape, weights.shape, x.device, x.dtype
     later = "where it can" if backend == "cuda" else configs.pick_backend(backend)
     need_dx, need_dw, need_db = needs[0], needs[1], needs[2] and biased
@@ -87,8 +87,9 @@ def bwd_plan(
 
 
 def _rows_launch(a: torch.Tensor, b: torch.Tensor, bias: Optional, backend: str) -> Callable[..., None]:
-    """Writes out [rows, cols], given (a [rows, depth], weights, bias, table, out). `b` is [groups, cols, depth].
-    backend: "triton", "cuda", or "where it can" for "cuda" with Triton for what that does not take."""
+    """Writes out [rows, cols], given (a [rows, depth], weights, bias, table, out). `b` is the view [groups, cols,
+    depth] of the weights. backend: "triton", "cuda", or "where it can": "cuda" if it supports the operands, else
+    Triton."""
     (rows, depth), (groups, cols, _) = a.shape, b.shape
     capability, sms = _device(a)
     block_m = _block_m(rows, groups, a)
@@ -156,8 +157,8 @@ def _bias_launch(dy: torch.Tensor, groups: int) -> Launch:
 
 
 def _aligned(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> bool:
-    """Whether Triton sees that both operands are made of whole 16-byte vectors: one stride is 1, and all else that it
-    specialises kernels for is a multiple of 16."""
+    """Whether Triton can prove that both operands consist of whole 16-byte vectors. One stride of each must be 1. The
+    sizes, addresses and other strides, for which it specialises kernels, must be multiples of 16."""
     strides = a.stride(), b.stride()
     numbers = (cols, depth, a.data_ptr(), b.data_ptr(), *(s for own in strides for s in own if s != 1))
     return all(1 in own for own in strides) and all(number % 16 == 0 for number in numbers)
@@ -168,7 +169,7 @@ def _block_m(rows: int, groups: int, x: torch.Tensor) -> int:
 
 
 def _device(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of SMs; the interpreter stands for a small sm_80."""
+    """Compute capability and number of SMs; in the interpreter those of an sm_80 with 2 SMs."""
     if not tensor.is_cuda:
         return (8, 0), 2
     properties = torch.cuda.get_device_properties(tensor.device)

@@ -1,4 +1,5 @@
-"""Grouped products in plain PyTorch: the oracle. A linear layer for each group, whose rows the host looks up."""
+"""The grouped GEMM in plain PyTorch, the reference of the tests: a linear layer for each group. The host reads the
+offsets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is special to grouped_gemm. The rest follows from SPEC: tests/test_specs.py."""
+"""Tests that are specific to grouped_gemm. tests/test_specs.py derives the rest from SPEC."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def operands(
 
 
 def agrees(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """Result and gradients are the reference's."""
+    """Checks result and gradients against the reference."""
     leaves = [t.detach().requires_grad_() for t in (x, weights, bias) if t is not None]
     results = []
     for op in (grouped_gemm, grouped_gemm_reference):
@@ -58,7 +58,7 @@ def test_splits(ends: list[int]) -> None:
 
 
 def test_the_table_is_made_for_the_tiles_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With smaller ones rows would be computed several times, with larger ones some not at all."""
+    """With a smaller block_m rows would be computed several times, with a larger one some not at all."""
     blocks, launch = [], plans.table_launch
     monkeypatch.setattr(plans, "table_launch", lambda *given: blocks.append(given[3]) or launch(*given))
     agrees(*operands([130, 260], 260, 18, 21))
@@ -85,7 +85,7 @@ def test_a_gradient_that_is_to_be_differentiated_says_that_it_cannot() -> None:
 
 def test_no_gradient_for_a_result_that_has_none() -> None:
     class Nothing(torch.autograd.Function):
-        """Gives an undefined gradient."""
+        """Returns an undefined gradient (None)."""
 
         @staticmethod
         def forward(ctx, x):
@@ -125,7 +125,7 @@ def test_rows_behind_the_last_offset_are_zero_and_never_read() -> None:
 
 
 def test_a_neighbour_that_is_not_finite_stays_outside() -> None:
-    """Tiles of a group end within a block of rows, whose others belong to the next."""
+    """A group ends within a block of rows, whose other rows belong to the next group."""
     x, weights, offsets = operands([9, 30], 30, 18, 20)
     x[9:] = torch.inf
     weights[1] = torch.nan
@@ -137,7 +137,7 @@ def test_a_neighbour_that_is_not_finite_stays_outside() -> None:
 
 
 def test_nothing_is_read_beyond_the_last_row() -> None:
-    """Nor beyond its columns, which no row follows where the last group has it."""
+    """Nor past the columns of the last row, after which no row follows."""
     with addresses.checked():
         agrees(*operands([9, 30], 30, 18, 20), bias=torch.randn(2, 18, device=DEVICE))
 
@@ -207,7 +207,7 @@ def test_any_sizes(sizes: list[int], left: int, n: int, k: int, dtype: torch.dty
 @pytest.mark.parametrize("block_m", [16, 64, 128])
 @pytest.mark.parametrize("ends", [[0, 100, 100, 230, 300], [300] * 5, [7, 20, 33, 46, 299], [-3, 500, 2, 2, 2]])
 def test_table(ends: list[int], block_m: int) -> None:
-    """Groups by falling size, row tiles in the order of rows, each row in one tile."""
+    """Groups are in descending order of size, row tiles in the order of rows, and each row is in one tile."""
     rows, groups = 320, len(ends)
     offsets = torch.tensor(ends, device=DEVICE)
     table = torch.full((schedule.table_size(rows, groups),), -9, dtype=torch.int32, device=DEVICE)
@@ -240,7 +240,7 @@ def test_a_call_never_waits_for_the_device() -> None:
 
 @pytest.mark.gpu
 def test_one_graph_for_all_offsets() -> None:
-    """Nothing of a launch depends on what the offsets say, and nothing synchronises."""
+    """No launch depends on the values of the offsets, and nothing synchronises."""
     x, weights, offsets = operands([30, 200, 330], 400, 144, 160, torch.bfloat16)
     grouped_gemm(x, weights, offsets)
     graph = torch.cuda.CUDAGraph()
@@ -299,7 +299,7 @@ def test_configs_fit_into_shared_memory(capability: tuple[int, int], dtype: torc
 
 @pytest.mark.parametrize(("backend", "calls"), [("triton", 0), ("cuda", 1), ("auto", 1)])
 def test_which_version_the_gradient_of_the_weights_takes(backend: str, calls: int) -> None:
-    """CUDA C++ where it supports the operands, but not where Triton was asked for."""
+    """CUDA C++ if it supports the operands, unless backend="triton"."""
     dy, x, weights = torch.zeros(40, 24), torch.zeros(40, 16), torch.zeros(2, 24, 16)
     cuda = mock.patch.object(plans.products, "weights_launch")
     with cuda as launched, mock.patch.object(plans.products, "weights_unsupported_reason", return_value=None):

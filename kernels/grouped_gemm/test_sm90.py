@@ -1,4 +1,4 @@
-"""The version for Hopper (sm90/): which problems it supports, that it compiles, and on a GPU that it is right."""
+"""Tests of the version for Hopper (sm90/): supported problems, compilation, and on a GPU the results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def operands(ends: list[int], n: int, k: int, dtype: torch.dtype = torch.bfloat1
 
 
 def gradients(x, weights, offsets, dy, bias=None, backend="cuda") -> tuple[torch.Tensor, ...]:
-    """y and the gradients of x, weights and bias; of the reference without a backend."""
+    """y and the gradients of x, weights and bias. With backend=None those of the reference."""
     leaves = [t.detach().requires_grad_() for t in (x, weights, bias) if t is not None]
     options = {} if backend is None else {"backend": backend}
     op = grouped_gemm_reference if backend is None else grouped_gemm
@@ -63,7 +63,7 @@ def agrees(ours: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> No
 
 
 def test_what_it_takes() -> None:
-    """No GPU is asked: capability and layout alone decide, and last whether there is a compiler."""
+    """Needs no GPU: the result depends only on capability and layout, and then on the presence of a compiler."""
     x, weights = torch.randn(512, 64).half(), torch.randn(3, 72, 64).half()
     missing = cuda_driver.no_compiler()
 
@@ -122,8 +122,8 @@ def test_it_compiles_and_does_not_spill(config: configs.CudaConfig, weights: int
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "grouped_gemm_products")
     assert usage.spills == 0 and usage.stack == 0
     assert usage.early_arrivals == 0 and usage.early_own_reads == {}
-    # For a tile of all columns and for one of 128, and with turns for one of 64 rows too: the wgmmas of a step, and
-    # ptxas has let these run on, for there is one wait a step, and the last.
+    # Main loops: for tiles of all columns and of 128 and, with ping-pong, of 64 rows. Each has the wgmmas of a K-block.
+    # There is one wait per K-block, and a last one: ptxas has not serialised the wgmmas.
     widths = 1 if config.block_n == 128 else 2
     assert usage.mma == {"HGMMA": widths * (12 if config.turns else 4)}
     assert usage.wgmma_waits == widths * (4 if config.turns else 2)
@@ -146,13 +146,13 @@ def test_the_ring_fits_into_shared_memory() -> None:
 
 @pytest.mark.parametrize(("height", "cluster"), [(4096, 2), (2048, 2), (1408, 1), (128, 1), (8, 1), (25 * 128, 2)])
 def test_which_tiles_of_a_gradient_share_what_they_read(height: int, cluster: int) -> None:
-    """Pairs, unless padding an odd number of vertically adjacent tiles adds more than they save."""
+    """Clusters of two, unless padding an odd number of vertically adjacent tiles costs more than they save."""
     config = configs.pick_cuda_weights_config(8, 800, height, 256)
     assert config.cluster == cluster and config in SHARED
 
 
 def test_which_gradients_are_computed_in_turns() -> None:
-    """Large K, and columns that tiles of 192 pad little."""
+    """Ping-pong is used for a large K and columns that tiles of 192 pad little."""
     pick = configs.pick_cuda_weights_config
     assert pick(8, 8192, 4096, 4096) == configs.CudaConfig(5, 4, 2, 192) in TURNS
     assert pick(8, 8192, 4096, 384).turns and pick(1, 1024, 2048, 2304).turns
@@ -165,14 +165,14 @@ def test_which_gradients_are_computed_in_turns() -> None:
     [(4096, 4096, 256), (1408, 3080, 256), (1408, 2048, 176), (2048, 1408, 160), (128, 512, 128), (8, 8, 128)],
 )
 def test_which_tiles_rows_have(cols: int, depth: int, width: int) -> None:
-    """Ping-pong where K is small, with a width that pads few columns; pairs in any case."""
+    """Ping-pong for a small K, with a width that pads few columns; always clusters of two."""
     config = configs.pick_cuda_rows_config(cols, depth)
     assert config == configs.CudaConfig(configs.cuda_stages(width), 8 if width == 256 else 2, 2, width)
     assert dataclasses.replace(config, raster=4) in TURNS if config.turns else config in SHARED
 
 
 def test_the_gradient_of_transposed_weights_is_that_of_their_transposes(monkeypatch) -> None:
-    """What counts is how many rows the matrices in memory have."""
+    """The configuration depends on the number of rows that the matrices have in memory."""
     asked: list[tuple[int, ...]] = []
     monkeypatch.setattr(products, "weights_unsupported_reason", lambda *_: None)
     monkeypatch.setattr(products, "weights_launch", lambda *_: None)
@@ -185,7 +185,7 @@ def test_the_gradient_of_transposed_weights_is_that_of_their_transposes(monkeypa
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])
 def test_stress_repeats_pairs_of_one_group_and_of_two(monkeypatch, mode: str) -> None:
-    """Twelve processes that share the memory of one H200."""
+    """The stress test starts twelve processes, which share the memory of one H200."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Namespace(total_memory=141 * 10**9))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: HOPPER)
     selection = Selection(bench.SPEC, bench.CASES, (mode,), ("auto",))
@@ -199,7 +199,7 @@ def test_stress_repeats_pairs_of_one_group_and_of_two(monkeypatch, mode: str) ->
 
 
 def put_in_place(monkeypatch, pick: str, config: configs.CudaConfig) -> list[configs.CudaConfig]:
-    """This configuration instead of the picked one. What it returns has an entry for each plan that used it."""
+    """Replaces the picked configuration. The returned list gets an entry for each plan that used the replacement."""
     taken: list[configs.CudaConfig] = []
 
     def picked(*_) -> configs.CudaConfig:
@@ -253,11 +253,11 @@ def test_what_is_not_finite_stays_in_its_group(compiler) -> None:
 
 
 def gradient_of_weights(sizes: list[int], behind: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
-    """What auto computes of the weights' gradient alone, and what it is in fp64, of groups of these sizes."""
+    """The weights' gradient alone by "auto", and in fp64, for groups of these sizes."""
     ends = list(itertools.accumulate(sizes))
     x, dy = (torch.randn(ends[-1] + behind, size, device="cuda").bfloat16() for size in (k, n))
     weights = torch.zeros(len(sizes), n, k, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    y = grouped_gemm(x, weights, torch.tensor(ends, device="cuda"))  # auto, for a forward of few rows is not in CUDA
+    y = grouped_gemm(x, weights, torch.tensor(ends, device="cuda"))  # "auto", since CUDA C++ has no forward of few rows
     starts = [0, *ends[:-1]]
     want = [dy[a:b].double().mT @ x[a:b].double() for a, b in zip(starts, ends, strict=True)]
     several = [torch.autograd.grad(y, weights, dy, retain_graph=True)[0] for _ in range(4)]
@@ -282,7 +282,7 @@ SIZES = {
 def test_every_gradient_of_weights(
     compiler, monkeypatch, config: configs.CudaConfig, sizes: str, n: int, k: int
 ) -> None:
-    """Also where a cluster's second tile is beyond the end, and repeats agree bit for bit."""
+    """Also if a cluster's second tile is out of bounds. Repeated runs agree bit for bit."""
     taken = put_in_place(monkeypatch, "pick_cuda_weights_config", config)
     ours, want = gradient_of_weights(SIZES[sizes], 77, n, k)
     assert taken == [config]
@@ -292,7 +292,7 @@ def test_every_gradient_of_weights(
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_many_rounds_of_the_gradient_of_weights(compiler, monkeypatch, config: configs.CudaConfig) -> None:
-    """Many more tiles than CTAs, most of them with fewer K-blocks than pipeline stages."""
+    """There are many more tiles than CTAs, most of them with fewer K-blocks than pipeline stages."""
     taken = put_in_place(monkeypatch, "pick_cuda_weights_config", config)
     ours, want = gradient_of_weights([group * 37 % 150 for group in range(40)], 5, 1160, 2056)
     assert taken == [config]
@@ -308,7 +308,7 @@ def test_every_gradient_of_transposed_weights(compiler, monkeypatch, config: con
     x, dy = (torch.randn(ends[-1] + 9, size, device="cuda").half() for size in (392, 264))
     stored = torch.randn(len(ends), 392, 264, device="cuda").half().mT
     offsets = torch.tensor(ends, device="cuda")
-    ours = gradients(x, stored, offsets, dy, backend="auto")[2]  # for a forward of few rows is not in CUDA
+    ours = gradients(x, stored, offsets, dy, backend="auto")[2]  # since CUDA C++ has no forward of few rows
     assert taken == [config] and ours.stride() == stored.stride()
     agrees((ours,), gradients(x, stored, offsets, dy, None, None)[2:])
 
@@ -331,7 +331,7 @@ def test_what_is_not_finite_stays_out_of_other_gradients(compiler, monkeypatch, 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_rows(compiler, monkeypatch, config: configs.CudaConfig, split: str, n: int, k: int) -> None:
-    """Also where a cluster's second tile is beyond the end."""
+    """Also if a cluster's second tile is out of bounds."""
     taken = put_in_place(monkeypatch, "pick_cuda_rows_config", config)
     x, weights, offsets = operands(SPLITS[split], n, k)
     bias, dy = torch.randn(weights.shape[:2], device="cuda").bfloat16(), torch.randn(1000, n, device="cuda").bfloat16()
@@ -339,7 +339,7 @@ def test_rows(compiler, monkeypatch, config: configs.CudaConfig, split: str, n: 
     assert taken == [config, config]  # the forward, and the gradient of x
 
 
-# Rows of groups; what is behind the last is 77 more.
+# Rows of groups; 77 more rows are past the last offset.
 ROWS = {
     "small and empty": [0, 1, 63, 65, 129, 0, 0, 64, 128, 2000, 0],
     "zipf": [3000 // (1 + group * 5 % 16) for group in range(16)],
@@ -357,8 +357,8 @@ ROWS = {
 def test_rows_of_each_width(
     compiler, monkeypatch, sizes: str, n: int, k: int, transposed: bool, dtype: torch.dtype
 ) -> None:
-    """One tile a CTA and several rounds, of even and odd numbers. Repeats agree bit for bit, and so do all widths: each
-    sum has one order. Rows past the last offset are zeros, whatever x has there."""
+    """One tile a CTA, and even and odd numbers of tiles. Repeated runs agree bit for bit, and so do all widths: each
+    sum has one order. Rows past the last offset are zeros, whatever x contains there."""
     ends = list(itertools.accumulate(ROWS[sizes]))
     rows = ends[-1] + 77
     x, dy = (torch.randn(rows, size, device="cuda", dtype=dtype) for size in (k, n))

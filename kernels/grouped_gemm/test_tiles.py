@@ -1,4 +1,4 @@
-"""sm90/tiles.cuh, compiled for the host: which tile each CTA computes, and which clusters share b."""
+"""Tests of sm90/tiles.cuh, compiled for the host: the tiles that each CTA computes, and which clusters share b."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TILES = Path(products.__file__).with_name("tiles.cuh")
 COMPILER = shutil.which("c++") or shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the host")
 
-# What tiles.cuh takes from CUDA and from what it includes, for one CTA at a time.
+# Substitutes for the CUDA built-ins and included functions that tiles.cuh uses, for one CTA at a time.
 BEFORE = """
 #define DEVICE static inline
 typedef unsigned short u16;
@@ -53,7 +53,7 @@ extern "C" int tiles_of(const int* table, int groups, int rows, int cols, int de
 
 @dataclass(frozen=True)
 class Tile:
-    """As in tiles.cuh."""
+    """The struct Tile of tiles.cuh."""
 
     group: int
     row: int
@@ -77,7 +77,7 @@ def library(weights: int, cluster: int, raster: int) -> ctypes.CDLL:
 
 
 def table(sizes: list[int], behind: int) -> list[int]:
-    """As schedule.py writes it, of tiles of BLOCK_M rows."""
+    """The table that schedule.py writes, for tiles of BLOCK_M rows."""
     ends = [0, *itertools.accumulate(sizes)]
     spans = [(group, start, end) for group, (start, end) in enumerate(itertools.pairwise(ends))]
     row_tiles = [
@@ -93,10 +93,10 @@ def table(sizes: list[int], behind: int) -> list[int]:
 def taken(
     sizes: list[int], behind: int, rows: int, cols: int, depth: int, grid: int, *defines: int
 ) -> list[list[Tile]]:
-    """Of each CTA."""
+    """The tiles of each CTA."""
     numbers = table(sizes, behind)
     room = (ctypes.c_int * (len(numbers) + 4))()
-    start = -ctypes.addressof(room) % 16 // 4  # of vectors
+    start = -ctypes.addressof(room) % 16 // 4  # aligns the table to 16 bytes
     room[start : start + len(numbers)] = numbers
     own, found = (ctypes.c_int * (7 * 4096))(), []
     for block in range(grid):
@@ -121,8 +121,8 @@ SIZES = {
 @pytest.mark.parametrize(("cluster", "raster"), [(1, 8), (2, 8), (2, 3), (2, 1)])
 @pytest.mark.parametrize(("cols", "clusters"), [(8, 1), (264, 3), (1408, 5), (1408, 66)])
 def test_row_tiles(sizes: str, behind: int, cluster: int, raster: int, cols: int, clusters: int) -> None:
-    """Every row of every column of tiles once, none padded. CTAs of a cluster process as many K-blocks, and share b
-    where their tiles are of one group, or the second is out of bounds."""
+    """Each row of each column of tiles is in exactly one tile. CTAs of a cluster process equally many K-blocks, and
+    share b if their tiles belong to one group, or the second is out of bounds."""
     own, depth = SIZES[sizes], 200
     rows, height = sum(own) + behind, products.BLOCK_M
     ctas = taken(own, behind, rows, cols, depth, cluster * clusters, 0, cluster, raster)
@@ -152,7 +152,7 @@ def test_row_tiles(sizes: str, behind: int, cluster: int, raster: int, cols: int
     ("height", "cols", "clusters"), [(8, 8, 1), (264, 136, 3), (1408, 512, 5), (1408, 264, 66), (4096, 8, 7)]
 )
 def test_tiles_of_a_gradient(sizes: str, cluster: int, raster: int, height: int, cols: int, clusters: int) -> None:
-    """Every tile of every group once; CTAs of a cluster have the same K and columns."""
+    """Each tile of each group is computed once. CTAs of a cluster have the same K and columns."""
     own = SIZES[sizes]
     ctas = taken(own, 77, height, cols, 0, cluster * clusters, 1, cluster, raster)
     ends = [0, *itertools.accumulate(own)]

@@ -1,4 +1,4 @@
-"""Products of ragged groups of rows in 8-bit floating point, with scales of blocks: forward and weights' gradient."""
+"""Grouped GEMMs of ragged groups of rows in fp8 with block scales: the forward and the weights' gradient."""
 
 from .op import grouped_gemm_fp8
 from .op_wgrad import grouped_gemm_fp8_wgrad

@@ -1,9 +1,9 @@
 """The declaration of grouped_gemm_fp8: cases, cost, peers. `python -m harness bench --kernel grouped_gemm_fp8`.
 
-A case is of one of the two public functions: of the weights' gradient where it says `wgrad`. Codes are bytes here,
-which the callables view as float8: most of what the checks do with tensors is not defined for float8. A case's dtype is
-that of the codes, with results in bf16 or, of the gradient, fp32; or it is the result's, fp16, in cases that Triton's
-interpreter computes, where kernels decode the bytes.
+A case calls one of the two public functions: with `wgrad` that of the weights' gradient. fp8 operands are bytes here,
+which the callables view as float8: most operations of the checks are undefined for float8. A case's dtype is that of
+the operands, with results in bf16 or, for the gradient, fp32. In cases for Triton's interpreter, where kernels decode
+the bytes, it is that of the result, fp16.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .reference import grouped_gemm_fp8_reference, grouped_gemm_fp8_wgrad_refere
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-UNIT = 16  # N and K are multiples of it, and T of the weights' gradient
+UNIT = 16  # N and K are multiples of it, and for the weights' gradient T
 
 
 def _case(
     groups: int, rows: int, n: int, k: int, split: str = "random", dtype: torch.dtype | None = None, **params: Any
 ) -> Case:
-    """Named G, T x N x K. `split`: how rows are distributed over the groups; all but "random" leave none behind the
-    last offset. `formats` of the two operands: both are e4m3 unless it is given. `dtype`: fp16 results."""
+    """A case named by G, T x N x K. `split`: the distribution of rows over the groups; all but "random" leave no rows
+    past the last offset. `formats` of the two operands, by default e4m3 for both. `dtype`: fp16 for fp16 results."""
     formats, bench = params.pop("formats", "e4m3"), params.pop("bench", False)
     wgrad = params.pop("wgrad", False)
     words = [f"g{groups}-{rows}x{n}x{k}", "wgrad" if wgrad else "", split if split != "random" else ""]
@@ -47,14 +47,14 @@ def _case(
 
 
 CASES = (
-    # Eight large experts as in Mixtral; many small ones as in DeepSeek's MoE. "padded" is Zipf's law in whole blocks of
-    # 128 rows, as a mixture pads its groups for products of blocks.
+    # Eight large experts as in Mixtral; many small ones as in DeepSeek's MoE. "padded" is Zipf's law in multiples of
+    # 128 rows, as a mixture pads its groups for block scales.
     *(_case(8, 8192, 4096, 4096, split, bench=True) for split in ("equal", "zipf")),
     *(_case(64, 32768, 2048, 1408, split, bench=True) for split in ("equal", "zipf", "padded")),
     _case(8, 8192, 4096, 4096, "equal", bench=True, wgrad=True),
     *(_case(64, 32768, 2048, 1408, split, bench=True, wgrad=True) for split in ("equal", "zipf", "padded")),
-    # What goes wrong: plain first, blocks with a tail in every dimension, formats, nothing, one of everything, groups
-    # that are equal or all but one empty.
+    # Typical failures: default options first, partial blocks in every dimension, formats, no rows, sizes of one, equal
+    # groups, and all groups but one empty.
     _case(3, 40, 48, 208, dtype=FP16),
     _case(4, 50, 144, 272, dtype=FP16, formats="e4m3.e5m2"),
     _case(2, 0, 32, 32, dtype=FP16),
@@ -78,11 +78,11 @@ CASES = (
 
 
 def group_sizes(case: Case) -> list[int]:
-    """Rows of each group, of a split that is not random."""
+    """The number of rows of each group, for a split that is not random."""
     groups, rows, split = case.dims["groups"], rows_of(case), case.params["split"]
     if split == "onehot":
         return [rows if group == groups // 2 else 0 for group in range(groups)]
-    # Zipf's law by the rank of a group; ranks are dealt out so that neighbours differ.
+    # Zipf's law by the rank of a group. Ranks are permuted so that adjacent groups differ.
     shares = [1.0 if split == "equal" else 1 / (1 + group * 37 % groups) for group in range(groups)]
     unit = BLOCK if split == "padded" else 1
     ends = [unit * round(rows / unit * share / sum(shares)) for share in itertools.accumulate(shares)]
@@ -99,20 +99,20 @@ def sizes(case: Case) -> tuple[int, int, int, int]:
 
 
 def _offsets(case: Case, device: torch.device | str, generator: torch.Generator | None) -> torch.Tensor:
-    """Random ones leave rows behind the last one, and groups without any."""
+    """The offsets of a case. Random ones leave rows past the last one, and groups without rows."""
     groups, rows, _, _ = sizes(case)
     if case.params["split"] == "random":
         ends = torch.randint(0, rows + 1, (groups,), dtype=torch.int32, device=device, generator=generator)
         return ends.sort().values
     known = torch.tensor(list(itertools.accumulate(group_sizes(case))), dtype=torch.int32)
-    # As the ahead-of-time build understands it, which has a GPU in name alone.
+    # copy_ rather than a transfer, because the ahead-of-time build has a GPU in name only.
     return torch.empty(known.shape, dtype=torch.int32, device=device).copy_(known)
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """Products of variance about 1. Scales come first, for the checks write special values into the first input; those
-    of 1x128 lie column by column on 16-byte boundaries in cases that are timed, as `fp8(..., mn_major_scales=True)`
-    gives them."""
+    """Random inputs; the result has a variance of about 1. Scales come first, because the checks write special values
+    into the first input. In timed cases 1x128 scales are column-major on 16-byte boundaries, as from
+    `fp8(..., mn_major_scales=True)`."""
     if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         raise execute.Unavailable("needs compute capability {}.{}".format(*FIRST_CAPABILITY))
     groups, rows, n, k = sizes(case)
@@ -149,7 +149,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 
 def cost(case: Case, mode: str) -> Cost:
-    """Forward: x, y, weights of groups that have rows, and their scales. Gradient: dy, x and all of dweights."""
+    """Compulsory traffic. Forward: x, y, weights of groups that have rows, their scales. Gradient: dy, x, dweights."""
     groups, rows, n, k = sizes(case)
     flops = 2 * rows * n * k
     if case.params["wgrad"]:
@@ -163,7 +163,7 @@ def cost(case: Case, mode: str) -> Cost:
 
 
 def _idle(case: Case) -> int:
-    """Groups without rows, at least."""
+    """A lower bound on the number of groups without rows."""
     if case.params["split"] == "random":
         return max(0, case.dims["groups"] - rows_of(case))
     return sum(size == 0 for size in group_sizes(case))
@@ -176,7 +176,7 @@ def extra_bytes(case: Case, mode: str) -> dict[str, int]:
 
 
 def _of_bytes(forward: Op, gradient: Op) -> Op:
-    """The op that a case is of, on bytes and the formats that they are of."""
+    """The op of a case, with operands given as bytes and their formats."""
 
     def run(offsets, formats, **inputs):
         if "dy_t" in inputs:
@@ -189,7 +189,7 @@ def _of_bytes(forward: Op, gradient: Op) -> Op:
 
 
 def _loop() -> Op:
-    """A product of cuBLAS for each group, by sizes that the host knows. Its scales lie column by column."""
+    """One cuBLAS GEMM for each group, with sizes that the host knows and column-major scales."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     line, square = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
@@ -246,7 +246,7 @@ def _deep_gemm() -> Op:
 
 
 def _aligned(case: Case, mode: str) -> str | None:
-    """Peers that are given what they make of the offsets once, as a model would."""
+    """For peers that preprocess the offsets once, as a model would."""
     if not case.bench and case not in HOST_CASES:
         return "compared where it is timed: it reads the offsets once, and they differ from call to call"
     return "its groups begin at multiples of 128 rows" if any(size % BLOCK for size in group_sizes(case)) else None
@@ -257,7 +257,7 @@ def _deep_gemm_takes(case: Case, mode: str) -> str | None:
 
 
 def _dense() -> Callable[..., torch.Tensor]:
-    """The grouped product of the same sizes in bf16, of random operands that are made once."""
+    """The grouped GEMM of the same sizes in bf16, with random operands that are created once."""
     from torch.nn.functional import grouped_mm
 
     made: dict[tuple, torch.Tensor] = {}
@@ -284,12 +284,12 @@ def _dense_cost(case: Case, mode: str) -> Cost:
 def _timed(case: Case, mode: str) -> str | None:
     if not case.bench and case not in HOST_CASES:
         return "compared where it is timed"
-    # A group of another size is an assertion on the device, after which no kernel of the process runs.
+    # A group of another size fails a device-side assertion, after which the process can run no kernel.
     ragged = case.params["wgrad"] and any(size % 8 for size in group_sizes(case))
     return "torch's gradient takes groups of 8 rows and multiples" if ragged else None
 
 
-# What a layer would take otherwise.
+# The time that the same layer would take in bf16.
 DENSE = Yardstick("bf16", load=_dense, cost=_dense_cost, supports=_timed)
 
 
@@ -325,7 +325,7 @@ def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    """A case with fewer than 64 rows a group takes Triton, all others CUDA C++ where it can run."""
+    """Equals "auto": Triton for a forward with at most 64 rows a group, else CUDA C++ where it can run."""
     groups, rows, n, k = sizes(case)
     of_cuda = bool(rows and n and k) and (case.params["wgrad"] or rows > 64 * groups)
     return "it is what auto takes" if implementation == ("cuda" if of_cuda else "triton") else None
@@ -347,10 +347,10 @@ SPEC = KernelSpec(
             for backend in ("triton", "cuda")
         },
     },
-    # Elsewhere the first is the second.
+    # Below 9.0 "auto" is "triton".
     min_capability={"triton": (9, 0), "cuda": (9, 0)},
     alias_reason=_alias_reason,
-    # The reference reads the offsets on the host, which torch.compile does not take in one graph.
+    # The reference reads the offsets on the host, which torch.compile cannot trace in one graph.
     baselines=(
         EAGER,
         Peer("loop", load=_loop, supports=_aligned),
@@ -366,7 +366,7 @@ SPEC = KernelSpec(
     grads=(),
     modes=("fwd",),
     determinism={"fwd": "run-to-run"},
-    # Hopper's tensor cores cut sums of fp8 products to 13 bits behind the point: see fp8_matmul.
+    # Hopper's tensor cores truncate sums of fp8 products to 13 fractional bits: see fp8_matmul.
     product_error=lambda inputs: 2**-12,
     limits={"scale_x": 1e30, "scale_w": 1e30, "scale_dy": 1e30},
     unit="rows",

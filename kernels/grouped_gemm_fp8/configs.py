@@ -1,13 +1,13 @@
-"""How grouped_gemm_fp8 is launched: every choice is a pure function of the problem and the GPU.
+"""Launch configurations of grouped_gemm_fp8: every choice is a pure function of the problem and the GPU.
 
-What was tried is in EXPERIMENTS.md.
+EXPERIMENTS.md lists the alternatives that were tried.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIN_BLOCK_M, MIN_BLOCK_K = 16, 32  # what tl.dot takes of fp8; the tile list has room for tiles of so few rows
+MIN_BLOCK_M, MIN_BLOCK_K = 16, 32  # minimum of tl.dot in fp8; the tile list has room for tiles of so few rows
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def pick_backend(backend: str, rows: int, groups: int, of_weights: bool, possibl
 
 
 def pick_block_m(rows: int, groups: int) -> int:
-    """Rows of a tile in Triton: 128, less where a group has fewer rows on average, since a tile has rows of only one
+    """Rows of a tile in Triton: 128, or fewer if groups have fewer rows on average, since a tile has rows of only one
     group. Pure. Estimated from the cost of a tile; not measured yet."""
     return max(MIN_BLOCK_M, min(128, _power(rows // max(1, groups))))
 
@@ -157,5 +157,5 @@ def _power(size: int) -> int:
 
 
 def _fit(size: int, most: int) -> int:
-    """The block of a dimension: `most`, or for a smaller dimension its next power of two, at least 16."""
+    """The block size of a dimension: `most`, or for a smaller dimension its next power of two, at least 16."""
     return max(16, min(most, _power(size)))

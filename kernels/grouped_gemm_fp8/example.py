@@ -1,6 +1,6 @@
 """One call of grouped_gemm_fp8, small or of a size that models have.
 
-`selftest` holds it against the reference, `info` asks which kernels it launches.
+`selftest` compares it with the reference; `info` lists the kernels that it launches.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient (none), and options that choose a version, and
-    what "auto" is of them on Hopper. `dtype` is the result's. Codes are small integers, whose sums are exact in tensor
-    cores too."""
+    """`inputs` of the public function, those that have a gradient (none), options that choose a version, and the
+    version that "auto" is on Hopper. `dtype` is the result's. fp8 values are small integers, whose sums are exact in
+    tensor cores too."""
     groups, rows, cols, depth = (3, 40, 144, 272) if small else (8, 8192, 4096, 4096)
     ends = [rows * (group + 1) // (groups + 1) for group in range(groups)]
 

@@ -18,16 +18,16 @@ import triton.language as tl
 
 from .schedule import ENTRY, HEADER, write_table
 
-BLOCK = tl.constexpr(128)  # terms of a sum that share a scale
+BLOCK = tl.constexpr(128)  # elements along K that share a scale
 
 
 @triton.jit
 def _half_of(code, E4M3: tl.constexpr):
-    """fp16 of a byte: exact. For Triton's interpreter alone, whose own conversions of fp8 are wrong."""
+    """Converts fp8 bytes to fp16, exactly. Only for Triton's interpreter, whose own conversions of fp8 are wrong."""
     wide = code.to(tl.uint16)
-    if not E4M3:  # e5m2 is the upper half of fp16
+    if not E4M3:  # e5m2 is the upper byte of fp16
         return (wide << 8).to(tl.float16, bitcast=True)
-    # fp16 has a bias that is 8 more.
+    # The exponent bias of fp16 is 8 more than that of e4m3: a factor of 2^8.
     bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
@@ -35,15 +35,15 @@ def _half_of(code, E4M3: tl.constexpr):
 
 @triton.jit
 def _raster(place, tiles_m, tiles_n, RASTER: tl.constexpr):
-    """Tile at this place of the order: RASTER row tiles of a column, then the next column."""
+    """The tile (m, n) at this place of the grouped tile order: RASTER row tiles of a column, then the next column."""
     band = RASTER * tiles_n
     first = place // band * RASTER
     height = tl.minimum(tiles_m - first, RASTER)
     return first + place % band % height, place % band // height
 
 
-# What changes from call to call comes first, then integers, then constexprs: see `Launch`. Rows and groups vary from
-# step to step of a model with routing, so that kernels are not specialised for them.
+# Arguments that change from call to call come first, then integers, then constexprs: see `Launch`. In a model with
+# routing the numbers of rows and groups vary from step to step, so that kernels are not specialised for them.
 
 
 @triton.jit(do_not_specialize=["rows", "groups", "room"])
@@ -58,7 +58,7 @@ def _grouped_gemm_fp8_table_kernel(
     CHUNK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """The table of tiles, which the kernels below read: schedule.py."""
+    """Writes the table of tiles (schedule.py), which the kernels below read."""
     write_table(offsets_ptr, table_ptr, rows, groups, room, stride_o, BLOCK_M, CHUNK, TILES)
 
 
@@ -80,8 +80,8 @@ def _rows_times_weight(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Σ x · w over `steps` blocks of k, each sum scaled, in fp32. x_ptr [BLOCK_M, 1], w_ptr [1, BLOCK_N] and
-    scale_x_ptr [BLOCK_M] point to k = 0, scale_w_ptr to the one scale of the tile's columns there."""
+    """Σ_k x · w in fp32 over `steps` K-blocks, each scaled before it is added. x_ptr [BLOCK_M, 1], w_ptr [1, BLOCK_N]
+    and scale_x_ptr [BLOCK_M] point to k = 0; scale_w_ptr points to the single scale of the tile's columns at k = 0."""
     k = tl.arange(0, BLOCK_K)
     x_ptr, w_ptr = x_ptr + k[None, :], w_ptr + k[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -134,10 +134,10 @@ def _grouped_gemm_fp8_rows_kernel(
 ):
     """y[r, n] = Σ_k x[r, k] · weights[g, n, k], scaled, for the group g of row r, and 0 for a row without one.
 
-    Persistent: a CTA takes every num_programs-th tile of those that the table has row tiles for. BLOCK_N divides 128,
-    so that a tile has one scale of weights a step. DECODE: operands are bytes, which become fp16 here.
+    Persistent: a CTA processes every num_programs-th tile of the row tiles in the table. BLOCK_N divides 128, so that a
+    tile has one weight scale per K-block. DECODE: operands are bytes, which the kernel converts to fp16.
 
-    Rows and columns beyond the end are read again from the group's last row or the last column, and not stored.
+    Rows and columns out of bounds are clamped to the group's last row or the last column, and not stored.
     """
     tiles_m, tiles_n = tl.load(table_ptr), tl.cdiv(cols, BLOCK_N)
     entries = table_ptr + HEADER + groups * ENTRY
@@ -163,7 +163,7 @@ def _grouped_gemm_fp8_rows_kernel(
 
 @triton.jit
 def _float8_of(code, E4M3: tl.constexpr, DECODE: tl.constexpr):
-    """The numbers that bytes stand for."""
+    """The bytes as fp8 or, with DECODE, converted to fp16."""
     if DECODE:
         return _half_of(code, E4M3)
     return code.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True)
@@ -171,7 +171,7 @@ def _float8_of(code, E4M3: tl.constexpr, DECODE: tl.constexpr):
 
 @triton.jit
 def _bytes(ptr, DECODE: tl.constexpr):
-    """The same address; operands to DECODE are bytes already."""
+    """The pointer cast to bytes. With DECODE it already points to bytes."""
     if DECODE:
         return ptr
     return ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
@@ -191,9 +191,9 @@ def _cut_block(
     X_E4M3: tl.constexpr,
     DECODE: tl.constexpr,
 ):
-    """Σ dy · x over the rows of a block that are in [start, end), unscaled. of_n and of_k are offsets of columns of the
-    tile. Loads are limited by `rows` alone, a multiple of 16, so that they stay vectors; what lies outside the group
-    may be NaN, and becomes a zero in both factors."""
+    """Σ_r dy · x over the rows of a block that are in [start, end), unscaled. of_n and of_k are offsets of the tile's
+    columns. Loads are masked only by `rows`, a multiple of 16, so that they stay vectorised. Rows outside the group may
+    hold NaN, and are set to zero in both operands."""
     r = block * BLOCK + tl.arange(0, BLOCK)
     there, inside = r < rows, (r >= start) & (r < end)
     dy = tl.load(_bytes(dy_ptr, DECODE) + of_n[:, None] + r[None, :], mask=there[None, :], other=0)
@@ -204,8 +204,8 @@ def _cut_block(
 
 @triton.jit
 def _scaled(sums, scale_dy_ptr, scale_x_ptr, block, stride_sdr, stride_sxr):
-    """The sums over a block of rows times their scales. By one scale after the other: a tile of products of scales
-    beside the sums would spill."""
+    """The accumulators of a block of rows times both scales. Multiplies by one scale after the other: a tile of
+    products of scales in addition to the accumulators would spill."""
     scale_dy = tl.load(scale_dy_ptr + tl.cast(block, tl.int64) * stride_sdr)
     scale_x = tl.load(scale_x_ptr + tl.cast(block, tl.int64) * stride_sxr)
     return sums * scale_dy[:, None] * scale_x[None, :]
@@ -237,9 +237,9 @@ def _grouped_gemm_fp8_weights_kernel(
 ):
     """dweights[g, n, k] = Σ over the rows r of group g of dy[n, r] · x[k, r], scaled, in a fixed order, in fp32.
 
-    A CTA for each tile, the group with most rows first: CTAs are started in this order, so that the longest sums are
-    not left for the end. A group without rows is filled with zeros. A group that begins or ends within a block of 128
-    rows takes a cut block there; those between have no mask.
+    One CTA per tile. The group with most rows comes first: CTAs start in this order, so that tiles with the largest K
+    are not left for the end. A group without rows is filled with zeros. If a group begins or ends within a block of 128
+    rows, that block is masked (`_cut_block`); the whole blocks between are not.
     """
     tiles_n, tiles_k = tl.cdiv(cols, BLOCK_N), tl.cdiv(depth, BLOCK_K)
     place = tl.program_id(0) // (tiles_n * tiles_k)
@@ -247,14 +247,14 @@ def _grouped_gemm_fp8_weights_kernel(
     entry = table_ptr + HEADER + place * ENTRY
     group, start, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    # Columns beyond the end are read again from the last one, and not stored.
+    # Columns out of bounds are clamped to the last column, and not stored.
     col, deep = tl.minimum(n, cols - 1).to(tl.int64), tl.minimum(k, depth - 1).to(tl.int64)
     of_n, of_k = col * stride_dyn, deep * stride_xk
     scale_dy_ptr += col * stride_sdn
     scale_x_ptr += deep * stride_sxk
     acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     whole, whole_end = tl.cdiv(start, BLOCK), end // BLOCK
-    for side in tl.range(0, 2, num_stages=1):  # the cut blocks before and behind those that are whole
+    for side in tl.range(0, 2, num_stages=1):  # the partial blocks before and after the whole blocks
         block = tl.where(side == 0, whole - 1, whole_end)
         before, behind = (start % BLOCK != 0) & (start < end), (end % BLOCK != 0) & (whole_end >= whole)
         if tl.where(side == 0, before, behind):

@@ -1,4 +1,4 @@
-"""The public function of the forward: checks, the lean eager call, registration with torch.library."""
+"""The public function of the forward: argument checks, the eager fast path, registration with torch.library."""
 
 from __future__ import annotations
 
@@ -34,36 +34,37 @@ def grouped_gemm_fp8(
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """A linear layer on numbers of 8 bits for each group of rows, as the experts of a mixture have them.
+    """Computes a grouped GEMM in fp8 with block scales: a linear layer for each group of consecutive rows.
 
         y[r, n] = Σ_k x[r, k] · scale_x[r, k // 128] · weights[g, n, k] · scale_w[g, n // 128, k // 128]
                                     for the rows r of group g: offsets[g - 1] <= r < offsets[g]
-        y[r, n] = 0                 for the rows behind the last offset
+        y[r, n] = 0                 for the rows past the last offset
 
-    Tensor cores form sums over 128 of k, which are scaled and added in fp32. The result is rounded once. Deterministic.
-    The host never reads the offsets: no synchronisation, and one CUDA graph for all of their values.
+    Tensor cores accumulate K-blocks of 128. These partial sums are scaled and added in fp32 (promotion), and the result
+    is rounded once. Deterministic. The host never reads the offsets: there is no synchronisation, and one CUDA graph
+    serves all of their values.
 
     x        [T, K] float8_e4m3fn or float8_e5m2
-    weights  [G, N, K] either of them. K and N are multiples of 16; T, K and N at most 2^31 - 512. Rows of both that are
-             contiguous and on 16-byte boundaries are read in place, others are copied first.
-    scale_x  [T, ceil(K / 128)] float32, any strides: what 1x128 elements of x are multiplied by
-    scale_w  [G, ceil(N / 128), ceil(K / 128)] float32, any strides: of 128x128 elements of a weight
-    offsets  [G], int32 or int64, on x's device: the end of each group's rows, from the first row on. They should be
-             monotonic and at most T, which is not checked: each is clamped to [0, T], and one that is less than an
-             earlier one counts as that one.
-    out_dtype   of the result: bfloat16, float16 or float32
+    weights  [G, N, K] float8_e4m3fn or float8_e5m2. K and N are multiples of 16; T, K and N are at most 2^31 - 512.
+             Both operands are read in place if their rows are contiguous and on 16-byte boundaries, else copied first.
+    scale_x  [T, ceil(K / 128)] float32, any strides: the factor of each 1x128 block of x
+    scale_w  [G, ceil(N / 128), ceil(K / 128)] float32, any strides: the factor of each 128x128 block of a weight
+    offsets  [G], int32 or int64, on x's device: the end of each group's rows; group 0 begins at row 0. They should be
+             monotonic and at most T, which is not checked: each is clamped to [0, T], and to the largest offset before
+             it.
+    out_dtype   dtype of the result: bfloat16, float16 or float32
     backend  "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0), or "auto", the faster of those
              that can run (`configs.pick_backend`)
 
-    Returns y [T, N], contiguous. Not differentiable: numbers of 8 bits have no gradient, and the README shows the three
-    products of a layer. An input that requires a gradient is an error where gradients are recorded, never a zero.
+    Returns y [T, N], contiguous. Not differentiable: fp8 tensors have no gradient. The README shows the three GEMMs of
+    a layer. An input that requires a gradient is an error in grad mode.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or backend, RuntimeError for a GPU below
     compute capability 8.9, a CPU tensor outside Triton's interpreter, an input that requires a gradient, and for
     backend="cuda" where it cannot run.
 
-    Source: the grouped product is that of MegaBlocks (Gale et al. 2022, arXiv:2211.15841); blocks and the promotion to
-    fp32 are DeepSeek-V3's (2024, arXiv:2412.19437, section 3.3).
+    Source: grouped GEMM, MegaBlocks (Gale et al. 2022, arXiv:2211.15841); block scales and promotion to fp32,
+    DeepSeek-V3 (2024, arXiv:2412.19437, section 3.3).
     """
     no_gradient(_NAME, x=x, weights=weights, scale_x=scale_x, scale_w=scale_w)
     if lean(x, weights, scale_x, scale_w, offsets):
@@ -90,7 +91,7 @@ def _check(x, weights, scale_x, scale_w, offsets, out_dtype, backend) -> None:
 
 
 def _product_plan(x, weights, scale_x, scale_w, offsets, out_dtype, backend):
-    """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
+    """The cached plan for these arguments. Only for plain tensors: the key does not describe others completely."""
     tensors = signature(x), signature(weights), signature(scale_x), signature(scale_w), signature(offsets)
     key = (*tensors, out_dtype, backend)
     plan = _PRODUCT.find(key)
@@ -100,7 +101,7 @@ def _product_plan(x, weights, scale_x, scale_w, offsets, out_dtype, backend):
     return plan
 
 
-# Codes are bytes here: most of what torch.library's own checks do with tensors is not defined for float8.
+# The custom op takes fp8 tensors as bytes: most operations that torch.library's checks use are undefined for float8.
 @torch.library.custom_op(f"{_NAMESPACE}::grouped_gemm_fp8", mutates_args=())
 def _product_op(
     x: torch.Tensor,

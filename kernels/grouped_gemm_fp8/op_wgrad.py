@@ -1,4 +1,5 @@
-"""The public function of the weights' gradient: checks, the lean eager call, registration with torch.library."""
+"""The public function of the weights' gradient: argument checks, the eager fast path, registration with
+torch.library."""
 
 from __future__ import annotations
 
@@ -34,30 +35,32 @@ def grouped_gemm_fp8_wgrad(
     out_dtype: torch.dtype = torch.float32,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """The gradient of the weights of `grouped_gemm_fp8`, from both factors transposed: fp8's tensor cores want the
-    summed dimension contiguous.
+    """Computes the weights' gradient of `grouped_gemm_fp8`. Both operands are passed transposed, because fp8 tensor
+    cores require K-major operands, and K is the rows here.
 
         dweights[g, n, k] = Σ_r dy_t[n, r] · scale_dy[n, r // 128] · x_t[k, r] · scale_x[k, r // 128]
                                     over the rows r of group g: offsets[g - 1] <= r < offsets[g]
 
-    Blocks of 128 rows are counted from row 0 of the whole tensor, whatever the groups are. Where every group begins at
-    a multiple of 128 (the padded layout of a mixture's rows) a block has rows of one group alone. Else a block that two
-    groups share has one scale for both, and each of them takes its own rows of it, whatever the others hold. Groups
-    without rows have a gradient of zeros.
+    Scale blocks of 128 rows are counted from row 0 of the whole tensor, independent of the groups. If every group
+    begins at a multiple of 128 (the padded layout of a mixture's rows), a block has rows of only one group. Else a
+    block that two groups share has one scale for both, and each group uses only its own rows, whatever the other rows
+    contain. The gradient of a group without rows is zero.
 
-    Tensor cores form sums over the rows of a block, which are scaled and added in fp32 in a fixed order. The result is
-    rounded once. Deterministic. The host never reads the offsets.
+    Tensor cores accumulate the rows of a block. These partial sums are scaled and added in fp32 in a fixed order. The
+    result is rounded once. Deterministic. The host never reads the offsets.
 
     dy_t     [N, T] float8_e4m3fn or float8_e5m2
-    x_t      [K, T] either of them. N, K and T are multiples of 16, at most 2^31 - 512. Rows of both that are contiguous
-             and on 16-byte boundaries are read in place, others are copied first.
+    x_t      [K, T] float8_e4m3fn or float8_e5m2. N, K and T are multiples of 16, at most 2^31 - 512. Both operands are
+             read in place if their rows are contiguous and on 16-byte boundaries, else copied first.
     scale_dy [N, ceil(T / 128)] float32, any strides
     scale_x  [K, ceil(T / 128)] float32, any strides
     offsets  [G], int32 or int64, on dy_t's device, read as in `grouped_gemm_fp8`
-    out_dtype   of the result: float32, bfloat16 or float16
+    out_dtype   dtype of the result: float32, bfloat16 or float16
     backend  as in `grouped_gemm_fp8`
 
-    Returns dweights [G, N, K], contiguous. Not differentiable, as `grouped_gemm_fp8`; it raises what that one raises.
+    Returns dweights [G, N, K], contiguous. Not differentiable, like `grouped_gemm_fp8`.
+
+    Raises the same errors as `grouped_gemm_fp8`.
 
     Source: DeepSeek-V3 (2024, arXiv:2412.19437, section 3.3).
     """
@@ -85,7 +88,7 @@ def _check(dy_t, x_t, scale_dy, scale_x, offsets, out_dtype, backend) -> None:
 
 
 def _product_plan(dy_t, x_t, scale_dy, scale_x, offsets, out_dtype, backend):
-    """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
+    """The cached plan for these arguments. Only for plain tensors: the key does not describe others completely."""
     tensors = signature(dy_t), signature(x_t), signature(scale_dy), signature(scale_x), signature(offsets)
     key = (*tensors, out_dtype, backend)
     plan = _PRODUCT.find(key)
@@ -95,7 +98,7 @@ def _product_plan(dy_t, x_t, scale_dy, scale_x, offsets, out_dtype, backend):
     return plan
 
 
-# Codes are bytes here, as in op.py.
+# The custom op takes fp8 tensors as bytes, as in op.py.
 @torch.library.custom_op(f"{_NAMESPACE}::grouped_gemm_fp8_wgrad", mutates_args=())
 def _product_op(
     dy_t: torch.Tensor,

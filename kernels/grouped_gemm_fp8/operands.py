@@ -1,4 +1,4 @@
-"""What the two public functions require of their operands, and which operands are copied first."""
+"""The requirements of the two public functions on their operands, and the test whether an operand is copied first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BACKENDS = ("auto", "triton", "cuda")
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 INTEGERS = (torch.int32, torch.int64)
 FIRST_CAPABILITY = (8, 9)
-MAX_SIZE = 2**31 - 512  # positions within a tile have 32 bits
+MAX_SIZE = 2**31 - 512  # row and column indices are 32-bit, including the end of the last tile
 BLOCK = 128  # elements that share a scale
 VECTOR = 16  # elements of 16 bytes
 
@@ -24,8 +24,8 @@ def blocks(size: int) -> int:
 def check_codes(
     op: str, name: str, codes: Any, wanted: str, shape: tuple[int | None, ...], units: tuple[int, ...]
 ) -> None:
-    """TypeError or ValueError for what are no codes of this shape: None stands for any size that is a multiple of its
-    unit. `wanted` says the same in words."""
+    """Raises TypeError or ValueError unless `codes` is an fp8 tensor of this shape. A size of None means any multiple
+    of its unit. `wanted` describes the shape in the message."""
     if not isinstance(codes, torch.Tensor) or codes.dtype not in CODES:
         raise TypeError(f"{op}: {name} must be a tensor of float8_e4m3fn or float8_e5m2, got {kind(codes)}")
     fits = codes.dim() == len(shape) and all(
@@ -54,7 +54,7 @@ def check_offsets(op: str, offsets: Any, groups: int | None) -> None:
 def check_options(
     op: str, out_dtype: Any, backend: Any, name: str, first: torch.Tensor, **others: torch.Tensor
 ) -> None:
-    """Devices, options, and whether `first`, which is called `name`, is where a kernel can run."""
+    """Checks devices and options, and that a kernel can run on the device of `first`, the argument called `name`."""
     for other, tensor in others.items():
         if tensor.device != first.device:
             raise ValueError(f"{op}: {other} must be on {name}'s device {first.device}, got {tensor.device}")
@@ -73,20 +73,20 @@ def is_e4m3(codes: torch.Tensor) -> bool:
 
 
 def in_place(codes: torch.Tensor) -> bool:
-    """Whether rows of matrices are contiguous, apart and on 16-byte boundaries. The stride of a dimension of one
-    element is arbitrary, and any that is none of these leads to a copy."""
+    """Whether rows are contiguous, do not overlap, and start on 16-byte boundaries. The stride of a dimension of size 1
+    is arbitrary; if it does not meet this, the tensor is copied too."""
     *pitches, step = codes.stride()
     apart = all(pitch >= codes.shape[-1] and not pitch % VECTOR for pitch in pitches)
     return step == 1 and apart and not codes.data_ptr() % VECTOR
 
 
 def dense(codes: torch.Tensor) -> torch.Tensor:
-    """A copy in contiguous rows on a boundary; `contiguous` would keep contiguous rows off a boundary."""
+    """A contiguous, aligned copy. `contiguous()` would return a contiguous tensor that is not aligned as it is."""
     return codes.clone(memory_format=torch.contiguous_format)
 
 
 def device_of(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of SMs; the interpreter stands for a small sm_89."""
+    """Compute capability and number of SMs; in the interpreter those of an sm_89 with 2 SMs."""
     if not tensor.is_cuda:
         return FIRST_CAPABILITY, 2
     properties = torch.cuda.get_device_properties(tensor.device)

@@ -1,4 +1,4 @@
-"""Launch plans of grouped_gemm_fp8: all of a call that does not change with the tensors' contents and addresses."""
+"""Launch plans of grouped_gemm_fp8: the part of a call that does not depend on the tensors' contents and addresses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .sm90 import products
 
 # (two operands, their scales, offsets) -> the result
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-# The same with the table of tiles in place of offsets, and the result, which it writes.
+# (two operands, their scales, the table of tiles, the result): writes the result.
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
@@ -34,8 +34,8 @@ def rows_plan(
     out_dtype: torch.dtype,
     backend: str,
 ) -> Product:
-    """Takes (x, weights, scale_x, scale_w, offsets) like these, as `op` has checked them, and returns y. RuntimeError
-    where `backend` cannot take them."""
+    """The plan of the forward for tensors like these, which `op` has checked. It takes (x, weights, scale_x, scale_w,
+    offsets) and returns y. RuntimeError if `backend` cannot run."""
     rows, (groups, cols) = x.shape[0], weights.shape[:2]
     backend = _backend("grouped_gemm_fp8", x, weights, backend, rows, groups, of_weights=False)
     block_m = products.BLOCK_M if backend == "cuda" else configs.pick_block_m(rows, groups)
@@ -58,8 +58,8 @@ def weights_plan(
     out_dtype: torch.dtype,
     backend: str,
 ) -> Product:
-    """Takes (dy_t, x_t, scale_dy, scale_x, offsets) like these, as `op_wgrad` has checked them, and returns
-    dweights."""
+    """The plan of the weights' gradient for tensors like these, which `op_wgrad` has checked. It takes (dy_t, x_t,
+    scale_dy, scale_x, offsets) and returns dweights. RuntimeError if `backend` cannot run."""
     (cols, rows), depth, groups = dy_t.shape, x_t.shape[0], offsets.shape[0]
     backend = _backend("grouped_gemm_fp8_wgrad", dy_t, x_t, backend, rows, groups, of_weights=True)
     a, b = _readable(dy_t), _readable(x_t)
@@ -82,7 +82,7 @@ def _plan(
     out_dtype: torch.dtype,
     write: Write | None,
 ) -> Product:
-    """Writes the table of tiles and then the result, of operands that are copied where a kernel cannot read them."""
+    """Launches the table of tiles, then `write`. Operands that the kernels cannot read in place are copied first."""
     a_copied, b_copied, device = not in_place(a), not in_place(b), a.device
     size = table_size(rows, offsets.shape[0])
     schedule = table_launch(_grouped_gemm_fp8_table_kernel, offsets, rows, block_m)
@@ -105,11 +105,11 @@ def _backend(op: str, a: torch.Tensor, b: torch.Tensor, backend: str, rows: int,
     backend = configs.pick_backend(backend, rows, groups, of_weights, possible=reason is None)
     if backend == "cuda" and reason:
         raise RuntimeError(f'{op}: backend="cuda" cannot run here: {reason}')
-    return backend if a.numel() and b.numel() else "triton"  # TMA takes no empty tensor
+    return backend if a.numel() and b.numel() else "triton"  # TMA does not support empty tensors
 
 
 def _readable(codes: torch.Tensor) -> torch.Tensor:
-    """Codes, or what takes their place in a launch."""
+    """The operand as kernels read it: `codes`, or a dense copy."""
     return codes if in_place(codes) else dense(codes)
 
 
@@ -162,7 +162,7 @@ def _weights_launch(
 
 
 def _of_bytes(launch: Launch) -> Write:
-    """For the interpreter, in which kernels decode operands themselves."""
+    """`launch` with operands viewed as bytes, for the interpreter, in which kernels decode them."""
 
     def write(a: torch.Tensor, b: torch.Tensor, *rest: torch.Tensor) -> None:
         launch(a.view(torch.uint8), b.view(torch.uint8), *rest)

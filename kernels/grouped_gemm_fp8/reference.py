@@ -1,5 +1,5 @@
-"""Grouped products of fp8 in plain PyTorch: the oracle, for groups whose rows the host looks up. PyTorch decodes float8
-exactly. Computes in fp32 or, given fp64, in fp64."""
+"""The grouped fp8 GEMMs in plain PyTorch, the reference of the tests. The host reads the offsets. PyTorch decodes
+float8 exactly. Computes in fp32 or, given fp64, in fp64."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def grouped_gemm_fp8_reference(
     *,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """x [T, K] and weights [G, N, K] in float8, or the same numbers in a wider dtype. Given anything in fp64 the result
-    stays in fp64."""
+    """x [T, K] and weights [G, N, K] in float8, or the same values in a wider dtype. The result is fp64 if any operand
+    is."""
     (rows, depth), (groups, cols, _) = x.shape, weights.shape
     lines = _blocks(depth)
     _expect(weights, (groups, cols, depth))
@@ -49,7 +49,8 @@ def grouped_gemm_fp8_wgrad_reference(
     *,
     out_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """dy_t [N, T] and x_t [K, T], as above. Blocks of rows are the whole tensor's, cut at the ends of a group."""
+    """dy_t [N, T] and x_t [K, T], as above. Blocks of rows are counted from row 0 of the tensor, and cut at the ends of
+    a group."""
     (cols, rows), depth, groups = dy_t.shape, x_t.shape[0], offsets.shape[0]
     _expect(x_t, (depth, rows))
     _expect(scale_dy, (cols, _blocks(rows)))
@@ -73,7 +74,7 @@ def _blocks(size: int) -> int:
 
 
 def _rows(offsets: torch.Tensor, rows: int) -> list[tuple[int, int]]:
-    """First row and end of each group, of offsets that are read as monotonic and within the rows."""
+    """First row and end of each group, from offsets that are clamped to be monotonic and within the rows."""
     if not offsets.numel():
         return []
     ends = offsets.clamp(0, rows).cummax(0).values.tolist()

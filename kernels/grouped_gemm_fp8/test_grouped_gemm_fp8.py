@@ -1,5 +1,5 @@
-"""What is special to grouped_gemm_fp8: splits, offsets, scales, and what stays in its group. What is refused is in
-test_refusals.py; the rest follows from SPEC: tests/test_specs.py. In the interpreter kernels decode the bytes
+"""Tests that are specific to grouped_gemm_fp8: splits, offsets, scales, and isolation between groups. test_refusals.py
+has the errors; tests/test_specs.py derives the rest from SPEC. In the interpreter kernels decode the bytes
 themselves."""
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def gradient(ends: list[int], rows: int, n: int, k: int, formats: tuple = (E4M3,
 
 
 def agrees(function, arguments: tuple[torch.Tensor, ...], rtol: float = 2e-3, **options) -> torch.Tensor:
-    """The result is that of the reference in fp64, NaN in the same places. Hopper's tensor cores have 14 bits for a sum
-    of 128 terms, so that the error is measured against the largest result."""
+    """Checks the result against the reference in fp64, with NaN in the same places. Hopper's tensor cores accumulate a
+    K-block of 128 with 14 bits, so that the error is relative to the largest result."""
     ours = function(*arguments, **{"out_dtype": torch.float32, **options})
     *tensors, offsets = arguments
     want = REFERENCES[function](*(t.double() for t in tensors), offsets)
@@ -158,7 +158,7 @@ def test_the_table_has_the_tiles_of_each_group() -> None:
 
 
 def test_a_neighbour_that_is_nan_stays_outside() -> None:
-    """Tiles and blocks of a group hold rows of the next one."""
+    """Tiles and blocks of a group also hold rows of the next group."""
     x, weights, *rest = forward([9, 30], 40, 48, 176)
     want = grouped_gemm_fp8(x, weights, *rest)
     x.view(torch.uint8)[9:], weights.view(torch.uint8)[1] = 0x7F, 0xFF
@@ -181,7 +181,7 @@ def test_scales_of_blocks_that_a_group_has_no_rows_of_are_not_read() -> None:
 
 
 def test_a_group_without_rows_within_a_block_is_zero() -> None:
-    """Whatever the scales of the block that its neighbours share."""
+    """Whatever the scales of the block are, which the groups before and after share."""
     *tensors, offsets = gradient([130, 130, 260], 512, 32, 16)
     for of_rows in tensors[2:]:
         of_rows[:, 1] = torch.nan
@@ -191,7 +191,7 @@ def test_a_group_without_rows_within_a_block_is_zero() -> None:
 
 @pytest.mark.parametrize("function", [grouped_gemm_fp8, grouped_gemm_fp8_wgrad])
 def test_strides(function) -> None:
-    """What is not in contiguous rows on a boundary is copied; scales have any strides."""
+    """Operands whose rows are not contiguous and aligned are copied; scales may have any strides."""
     make = forward if function is grouped_gemm_fp8 else gradient
     a, b, *of_both, offsets = make([7, 20, 130], 144, 48, 176)
     want = function(a, b, *of_both, offsets)
@@ -276,7 +276,7 @@ def test_a_call_never_waits_for_the_device() -> None:
 
 @pytest.mark.gpu(min_capability=(8, 9))
 def test_one_graph_for_all_offsets() -> None:
-    """Nothing of a launch depends on what the offsets say, and nothing synchronises."""
+    """No launch depends on the values of the offsets, and nothing synchronises."""
     for function, make in ((grouped_gemm_fp8, forward), (grouped_gemm_fp8_wgrad, gradient)):
         *tensors, offsets = make([30, 200, 330], 400, 144, 160)
         function(*tensors, offsets)
@@ -301,7 +301,7 @@ def test_every_size_has_a_configuration(capability: tuple[int, int]) -> None:
         block_m = configs.pick_block_m(8192, groups)
         assert configs.MIN_BLOCK_M <= block_m <= 128
         rows = configs.pick_rows_config(cols, depth, block_m, capability)
-        assert 128 % rows.block_n == 0  # a tile has one scale of weights a step
+        assert 128 % rows.block_n == 0  # a tile has one weight scale per K-block
         assert rows.block_k == 128 or rows.block_k >= depth
         assert (block_m + rows.block_n) * rows.block_k * rows.stages * rows.ctas <= room
         weights = configs.pick_weights_config(cols, depth, capability)
@@ -333,7 +333,7 @@ def test_plans_are_kept() -> None:
 
 
 def test_a_copy_works_under_another_name(tmp_path: Path) -> None:
-    """Of the public functions themselves: SPEC's callables take bytes."""
+    """Calls the public functions directly, because SPEC's callables take bytes."""
     ignored = shutil.ignore_patterns("bench.py", "test_*.py", "__pycache__")
     shutil.copytree(Path(op.__file__).parent, tmp_path / "elsewhere" / "copied", ignore=ignored)
     script = """
@@ -365,8 +365,8 @@ for ours, want, given in (
 
 @pytest.mark.parametrize(("capability", "every"), [((9, 0), False), pytest.param((8, 9), True, marks=pytest.mark.slow)])
 def test_tensor_cores_multiply_numbers_of_8_bits(capability: tuple[int, int], every: bool) -> None:
-    """The interpreter decodes operands, a GPU does not. sm_89 is promised and in no table: SPEC.compile_targets are
-    columns of docs/SUPPORT.md for every kernel."""
+    """The interpreter decodes operands, a GPU does not. sm_89 is supported but in no table: SPEC.compile_targets are
+    the columns of docs/SUPPORT.md for every kernel."""
     script = f"""
 from harness.compiling import ahead
 from kernels.grouped_gemm_fp8.bench import FORWARDS, GRADIENTS, SPEC

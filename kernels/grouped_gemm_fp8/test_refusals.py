@@ -1,4 +1,4 @@
-"""What grouped_gemm_fp8 and grouped_gemm_fp8_wgrad refuse, and in which words."""
+"""The errors that grouped_gemm_fp8 and grouped_gemm_fp8_wgrad raise, and their messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The version for Hopper (sm90/): which problems it supports, that it compiles, and on a GPU that it is right."""
+"""Tests of the version for Hopper (sm90/): supported problems, compilation, and on a GPU the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .test_grouped_gemm_fp8 import E4M3, E5M2, agrees, codes, forward, gradient
 
 HOPPER = (9, 0)
 SOURCE = Path(products.__file__).with_name("products.cu")
-ROWS = 1008  # a multiple of 16, as the weights' gradient wants
+ROWS = 1008  # a multiple of 16, as the weights' gradient requires
 SPLITS = {
     "ragged": [0, 200, 201, 264, 700, 828, 1008],
     "with rows behind": [128, 256, 300, 300, 900],
@@ -42,7 +42,7 @@ def compiler() -> None:
 
 
 def test_what_it_takes() -> None:
-    """No GPU is asked: capability alone decides, and last whether there is a compiler."""
+    """Needs no GPU: the result depends only on capability, and then on the presence of a compiler."""
     a, b = codes(4, 16), codes(1, 16, 16)
     assert products.unsupported_reason(a, b, HOPPER) == cuda_driver.no_compiler()
     assert "compute capability 9.0" in str(products.unsupported_reason(a, b, (8, 9)))
@@ -66,7 +66,7 @@ def test_which_backend_auto_is(of_weights: bool) -> None:
 
 
 def test_what_runs_where_cuda_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """backend="cuda" runs products.cu; what has no elements is left to Triton, since TMA takes no empty tensor."""
+    """backend="cuda" runs products.cu. Operands without elements use Triton, since TMA does not support them."""
     monkeypatch.setattr(products, "unsupported_reason", lambda *_: None)
     started = []
     for name in ("rows_launch", "weights_launch"):
@@ -85,7 +85,7 @@ def test_triton_does_not_ask_for_a_compiler(function, make, monkeypatch: pytest.
     function(*make([3, 9], 80, 16, 16), backend="triton")
 
 
-# (BLOCK_N, TURNS, STAGES) of products.cu: a gradient's tile of 192 columns leaves room for three steps.
+# (BLOCK_N, TURNS, STAGES) of products.cu: a gradient's tile of 192 columns leaves room for three stages.
 VARIANTS = [(128, 0, 4), (128, 1, 4), (192, 0, 3), (192, 1, 3)]
 TILES = pytest.mark.parametrize(("block_n", "turns", "stages"), VARIANTS)
 
@@ -117,8 +117,8 @@ def test_it_compiles_and_does_not_spill(
     assert usage.spills == 0 and usage.stack == 0
     assert usage.early_arrivals == 0 and usage.early_own_reads == {}
     sets = 2 if block_n == 128 else 1
-    assert usage.mma == {"QGMMA": 4 + 4 * sets}  # four a step: of the first step, and of each set in the loop
-    # ptxas has let a step's run on: there is a wait or, of TURNS, two a step, and the last.
+    assert usage.mma == {"QGMMA": 4 + 4 * sets}  # four per K-block: the first K-block, and each set in the loop
+    # One wait per K-block (two with TURNS) and a last one: ptxas has not serialised the wgmmas of a K-block.
     assert usage.wgmma_waits == sets * (1 + turns) + 1
 
 
@@ -136,7 +136,7 @@ def test_host_and_device_agree() -> None:
 
 @pytest.mark.parametrize("cols", [16, 128, 144, 1408, 2048, 4096])
 def test_the_configuration(cols: int) -> None:
-    """It fits into shared memory, and is one that is compiled and tested."""
+    """The picked configuration fits into shared memory, and is one that is compiled and tested."""
     for groups, rows in ((1, 16), (8, 8192), (64, 32768)):
         forward = configs.pick_cuda_rows_config(groups, rows, cols)
         weights = configs.pick_cuda_weights_config(groups, rows, cols, cols)
@@ -152,9 +152,9 @@ def test_the_configuration(cols: int) -> None:
 
 
 def test_which_tiles_the_forward_has() -> None:
-    """Those whose waves take less time. Pairs where they need no more waves: eleven column tiles would become twelve,
-    the 22 of 4096 columns become eleven pairs, and a single column tile has no pair. Each group has its own row tiles:
-    64 groups of 65 rows have 64 of them, two waves with 128 columns, one with 192."""
+    """The tiles whose waves take less time are picked, and pairs if they need no more waves. Eleven column tiles would
+    become twelve; the 22 of 4096 columns become eleven pairs; a single column tile has no pair. Each group has its own
+    row tiles: 64 groups of 65 rows have 64 of them, two waves with 128 columns, one with 192."""
     problems = ((8, 8192, 4096), (64, 32768, 2048), (1, 200, 256), (1, 200, 128), (64, 64 * 65, 384))
     picked = [configs.pick_cuda_rows_config(*problem) for problem in problems]
     assert [(c.block_n, c.cluster) for c in picked] == [(192, 2), (192, 1), (128, 2), (128, 1), (192, 2)]
@@ -167,21 +167,21 @@ def test_every_candidate_fits_into_shared_memory() -> None:
 
 
 def put_in_place(monkeypatch, block_n: int, turns: int, stages: int, cluster: int) -> None:
-    """This configuration, of both products, instead of the picked one."""
+    """Replaces the picked configurations of both GEMMs by this one."""
     config = configs.CudaConfig(stages, 4, cluster, block_n, bool(turns))
     for pick in ("pick_cuda_rows_config", "pick_cuda_weights_config"):
         monkeypatch.setattr(configs, pick, lambda *_: config)
 
 
 def kept_bits(at: int, first: int, end: int) -> int:
-    """As the function of that name in products.cu."""
+    """The Python equivalent of kept_bits() in products.cu."""
     below, above = min(max(first - at, 0), 4), min(max(at + 4 - end, 0), 4)
     low = 0 if below == 4 else 0xFFFFFFFF << 8 * below & 0xFFFFFFFF
     return low & (0 if above == 4 else 0xFFFFFFFF >> 8 * above)
 
 
 def test_the_bytes_of_a_cut_row() -> None:
-    """The formula of products.cu, and that it stands there."""
+    """Checks the formula, and that products.cu contains it."""
     text = SOURCE.read_text(encoding="utf-8")
     assert "const int below = min(max(first - at, 0), 4), above = min(max(at + 4 - end, 0), 4);" in text
     assert "low = below == 4 ? 0 : ~0u << 8 * below, high = above == 4 ? 0 : ~0u >> 8 * above;" in text
@@ -190,7 +190,8 @@ def test_the_bytes_of_a_cut_row() -> None:
         assert kept == [0xFF if first <= byte < end else 0 for byte in range(128)]
 
 
-# Of both products the last is the columns of a tile: one, of two the second without columns, with 16, three of them.
+# (N, K). Columns of tiles are N in the forward and K in the gradient: one tile, or several with a partial last one. The
+# second tile of a cluster may be out of bounds.
 SIZES = [(128, 128), (512, 256), (16, 16), (144, 272), (400, 1040), (208, 208), (48, 1408)]
 
 
@@ -221,7 +222,7 @@ def test_it_is_right(
 @pytest.mark.parametrize("n", [16, 336, 400, 448, 576])
 @TILES
 def test_tiles_that_begin_within_a_square(compiler, monkeypatch, block_n: int, turns: int, stages: int, n: int) -> None:
-    """In the forward, where 192 columns are one and a half 128x128 scale blocks; also a last pair with one tile."""
+    """In the forward 192 columns are one and a half 128x128 scale blocks. Also a last pair with one tile."""
     put_in_place(monkeypatch, block_n, turns, stages, cluster=2)
     agrees(grouped_gemm_fp8, forward(SPLITS["ragged"], ROWS, n, 272), backend="cuda")
 
@@ -233,7 +234,7 @@ def test_tiles_that_begin_within_a_square(compiler, monkeypatch, block_n: int, t
 def test_tiles_change_no_bit(
     compiler, monkeypatch, block_n: int, turns: int, stages: int, split: str, out_dtype: torch.dtype
 ) -> None:
-    """The forward, against the picked configuration."""
+    """The forward is bit-identical to that with the picked configuration."""
     ends = SPLITS.get(split) or list(itertools.accumulate([1500, 3, 0, 700, 64, 65, 1, 2000, 129, 300]))
     a, b, of_a, of_b, offsets = forward(ends, max(ROWS, ends[-1] + 77), 1424, 528)
     arguments = a, b, of_a / 64, of_b / 64, offsets
@@ -259,8 +260,8 @@ def test_every_dtype(compiler, function, make, formats: tuple, out_dtype: torch.
 def test_more_tiles_than_sms(
     compiler, monkeypatch, function, make, block_n: int, turns: int, stages: int, out_dtype: torch.dtype
 ) -> None:
-    """Every CTA computes several tiles, in the weights' gradient also with different and empty K; repeats agree bit for
-    bit."""
+    """Every CTA computes several tiles, in the weights' gradient also with different and empty K. Repeated runs agree
+    bit for bit."""
     put_in_place(monkeypatch, block_n, turns, stages, cluster=2)
     sizes = [1500, 3, 0, 700, 64, 65, 1, 2000, 129, 300]
     ends = list(itertools.accumulate(sizes))
@@ -291,7 +292,7 @@ def test_what_is_nan_stays_in_its_group(compiler) -> None:
 @pytest.mark.gpu(min_capability=(9, 0))
 @PRODUCTS
 def test_it_agrees_with_triton(compiler, function, make) -> None:
-    """K-blocks of 128 have the same sums and the same scales."""
+    """Both versions accumulate and scale the same K-blocks of 128."""
     arguments = make(SPLITS["ragged"], ROWS, 528, 400)
     ours, other = (function(*arguments, out_dtype=torch.float32, backend=b) for b in ("cuda", "triton"))
     torch.testing.assert_close(ours, other, rtol=0, atol=1e-3 * other.abs().max().item())

@@ -18,7 +18,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def _case(rows: int, dim: int, heads: int, hidden: int, dtype: torch.dtype, suffix: str = "", **params) -> Case:
-    """`biased`: with a bias; `extreme`: see make_inputs. TIMED and AGAIN are bench cases."""
+    """A case. `biased`: with a bias; `extreme`: see make_inputs. TIMED and AGAIN are bench cases."""
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     name = "-".join(filter(None, (f"{rows}x{dim}-{heads}x{hidden}", short, suffix)))
     dims = dict(rows=rows, dim=dim, heads=heads, hidden=hidden)
@@ -28,20 +28,20 @@ def _case(rows: int, dim: int, heads: int, hidden: int, dtype: torch.dtype, suff
 
 ROWS = (564, 5_000, 205_000)
 TIMED = tuple(_case(rows, 512, 10, 1365, BF16) for rows in ROWS)
-# Of TIMED the parameters are kept, as the peers keep all; of AGAIN the backward makes them again.
+# TIMED saves the parameters, since the peers save all intermediate results. With AGAIN the backward recomputes them.
 AGAIN = tuple(_case(rows, 512, 10, 1365, BF16, "again", save="input") for rows in ROWS)
 CASES = (
     # Ten components of a transformer neural process, as in heads_mlp.
     *TIMED,
     *AGAIN,
-    # What goes wrong: plain first, then nothing, one of everything, several tiles, extreme deviations.
+    # Typical failures: default options first, then no rows, sizes of one, several tiles, extreme standard deviations.
     _case(11, 8, 2, 18, FP32, "none", reduction="none"),
     _case(9, 6, 2, 18, FP16, "sum", reduction="sum", biased=False),
-    _case(0, 8, 2, 7, FP32, "sum", reduction="sum"),  # the mean of nothing is NaN, which opcheck cannot compare
+    _case(0, 8, 2, 7, FP32, "sum", reduction="sum"),  # the mean of no rows is NaN, which opcheck cannot compare
     _case(1, 1, 1, 1, FP32, "one"),
     _case(67, 71, 3, 70, FP32, "kept", save="parameters"),
     _case(37, 8, 5, 12, FP32, "extreme", reduction="none", extreme=True),
-    # On a GPU: tiles with and without remainders; two chunks; rows on any boundary.
+    # On a GPU: tiles with and without remainders, two chunks, unaligned rows.
     _case(517, 256, 4, 683, BF16, "odd", activation="gelu"),
     _case(1200, 131, 3, 263, BF16, "primes", activation="relu", reduction="none"),
     _case(9000, 128, 2, 130, BF16, "chunks", activation="gelu_tanh", save="parameters"),
@@ -51,8 +51,9 @@ HOST_CASES = (_case(4, 64, 4, 96, BF16, "host"),)
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """Weights such that what is before the activation, and the means, have variances of about 1, and the logarithms of
-    the deviations of a quarter. `extreme`: those of about 60, and means and y of a few times 1e4."""
+    """Random inputs, with weights scaled so that the activation's argument and the means have variances of about 1, and
+    the logarithms of the standard deviations of a quarter. `extreme`: the latter have variances of about 60, and means
+    and y are a few times 1e4."""
     rows, dim, heads, hidden = (case.dims[n] for n in ("rows", "dim", "heads", "hidden"))
     params = dict(case.params)
     biased, extreme = params.pop("biased"), params.pop("extreme", False)
@@ -61,7 +62,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
         return torch.randn(shape, dtype=case.dtype, device=device, generator=generator)
 
     x, w1 = normal(rows, dim), normal(heads, hidden, dim).mul_(dim**-0.5)
-    # Of silu(z) the mean square is 0.36.
+    # The mean square of silu(z) is 0.36.
     w2, y = normal(heads, 3, hidden).mul_((0.36 * max(1, hidden)) ** -0.5), normal(rows)
     w2[:, 2] *= 8.0 if extreme else 0.5
     if extreme:
@@ -71,8 +72,9 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 
 def cost(case: Case, mode: str) -> Cost:
-    """Forward: x, the weights, y. Backward: x, the weights, y, and a gradient of each. What the backward computes again
-    is a choice, and no compulsory work; nor are the mixture's 22 FLOPs a component counted, beside 1.4 million."""
+    """Compulsory traffic. Forward: x, the weights, y. Backward: x, the weights, y, and a gradient of each.
+    Recomputation in the backward is a choice and does not count; nor do the mixture's 22 FLOPs a component, compared
+    with 1.4 million."""
     rows, dim, heads, hidden = (case.dims[n] for n in ("rows", "dim", "heads", "hidden"))
     weights = heads * hidden * (dim + 3)
     inputs = rows * (dim + 1) + weights + (3 * heads if case.params["biased"] else 0)
@@ -83,8 +85,8 @@ def cost(case: Case, mode: str) -> Cost:
 
 
 def _padded() -> Op:
-    """The reference, compiled, with the hidden padded by zeros to a multiple of 128. The weights are padded once for
-    each set, outside of what is timed; their gradients are those of the padded ones, of which views are returned."""
+    """The compiled reference, with the hidden padded with zeros to a multiple of 128. Each set of weights is padded
+    once, outside the timed region. The weights' gradients are views of those of the padded weights."""
     op = torch.compile(heads_gmm_reference, dynamic=False)
     made: dict[tuple, tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = {}
 
@@ -94,7 +96,7 @@ def _padded() -> Op:
             if len(made) == 8:
                 del made[next(iter(made))]
             more = -weights[0].shape[1] % 128
-            # The weights are kept, so that no others come to lie at their addresses.
+            # The weights are kept alive, so that no others are allocated at their addresses.
             kept = tuple(w.detach() for w in weights)
             made[key] = kept, (F.pad(kept[0], (0, 0, 0, more)), F.pad(kept[1], (0, more)))
         return made[key][1]
@@ -156,7 +158,7 @@ def _dhidden_cuda_candidates(case: Case) -> list[heads_backward.CudaConfig]:
 
 
 def _in_cuda(case: Case) -> bool:
-    """Whether the version for Hopper takes a case as `make_inputs` lays it out."""
+    """Whether the version for Hopper supports a case with the layout of `make_inputs`."""
     dim = case.dims["dim"]
     fits = dim <= heads_forward.MAX_DIM and dim % 8 == 0
     return bool(case.dtype != FP32 and case.dims["rows"] and fits)
@@ -169,7 +171,7 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    """Of "cuda" nothing is checked here: the checks try layouts that it does not take, and test_sm90.py has its own."""
+    """The checks skip "cuda", because they use layouts that it does not support. test_sm90.py checks it."""
     if implementation == "cuda":
         return "it is checked by tests of its own; auto takes it where it can"
     if implementation == "triton" and mode == "bwd":
@@ -187,7 +189,7 @@ SPEC = KernelSpec(
         "triton": partial(heads_gmm, backend="triton"),
         "cuda": partial(heads_gmm, backend="cuda"),
     },
-    # Elsewhere the first is the second.
+    # Below 9.0 "auto" is "triton".
     min_capability={"triton": (9, 0), "cuda": (9, 0)},
     unsupported_reason=_unsupported_reason,
     alias_reason=_alias_reason,
@@ -206,9 +208,9 @@ SPEC = KernelSpec(
     determinism={"fwd": "run-to-run", "bwd": "run-to-run"},
     unit="rows",
     items=lambda case: case.dims["rows"],
-    # In CUDA C++ GELU with 256 or 384 columns of x and its tanh form with 64, once a unit of work or a tile. In Triton
-    # the tile of 128 x 256 for many rows: 16 or 20 bytes. 128 x 128 does not spill; 128 x 256 was
-    # the fastest of those that were measured (configs.pick_fwd_config). `_heads_dhidden_kernel` as in heads_mlp.
+    # In CUDA C++ GELU spills with 256 or 384 columns of x and its tanh form with 64, once per unit of work or tile. In
+    # Triton the tile of 128 x 256 for many rows spills 16 or 20 bytes. 128 x 128 does not spill, but 128 x 256 was the
+    # fastest of those measured (configs.pick_fwd_config). `_heads_dhidden_kernel` spills as in heads_mlp.
     spills={"heads_dhidden": 16, "_heads_gmm_fwd_kernel": 20, "_heads_dhidden_kernel": 112},
     fuzz={"rows": (0, 20), "dim": (1, 12), "heads": (1, 4), "hidden": (1, 20)},
     tunables=(

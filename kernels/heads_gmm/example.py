@@ -1,6 +1,6 @@
 """One call of heads_gmm, small or of a size that models have.
 
-`selftest` holds it against the reference, `info` asks which kernels it launches.
+`selftest` compares it with the reference; `info` lists the kernels that it launches.
 """
 
 from __future__ import annotations

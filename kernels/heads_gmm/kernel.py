@@ -1,4 +1,5 @@
-"""heads_gmm: the forward, in Triton: the heads' GEMMs, and a density in their epilogue.
+"""heads_gmm: the forward in Triton (the heads' GEMMs with the density in their epilogue), the loss, and the gradients
+of the mixture's parameters.
 
 Estimate, bf16, R rows of D = 512, K = 10 heads of H = 1365, one NVIDIA H200 at 790 TFLOP/s and 4254 GB/s:
   heads      x · w1ᵀ               2·R·K·H·D FLOPs   205000 rows: 2.87 TFLOP, 3.6 ms; x: 210 MB, 49 us
@@ -27,21 +28,21 @@ from .mixture import LN_2, LOG2_E, _inverse_sigma, gradients, mixture
 HALF_LOG_2PI = tl.constexpr(0.9189385332046727)
 STATISTICS = tl.constexpr(4)
 
-# What changes from call to call comes first, then integers, then constexprs: see `Launch`.
+# Arguments that change from call to call come first, then integers, then constexprs: see `Launch`.
 
 
 @triton.jit
 def _or_zero(x):
-    """x, or 0 for −inf: what differences to it are taken from."""
+    """x, with −inf replaced by 0: differences to it would otherwise be −inf − −inf = NaN."""
     return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit
 def _add_component(top, weights, m, density, logit, mu, log_sigma, y, RESIDUAL: tl.constexpr):
-    """The statistics of each row with one more component."""
+    """Updates the running statistics of each row by one component."""
     before, top = top, tl.maximum(top, logit)
     a = (logit - _or_zero(top)) * LOG2_E
-    # Without a component before there is nothing to rescale: weights is 0, and m −inf.
+    # Before the first component there is nothing to rescale: weights is 0, and m −inf.
     shift = tl.where(before == float("-inf"), 0.0, (before - _or_zero(top)) * LOG2_E)
     z = (y - mu) * _inverse_sigma(log_sigma, RESIDUAL)
     joint = tl.fma(z * (-0.5 * LOG2_E), z, tl.fma(log_sigma, -LOG2_E, a))
@@ -92,11 +93,11 @@ def _heads_gmm_fwd_kernel(
     BLOCK_O: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """For BLOCK_M of the `rows` rows from `start` on, and `heads_per_cta` heads, the parameters of the mixture,
+    """Writes, for BLOCK_M of the `rows` rows from `start` on and `heads_per_cta` heads, the parameters of the mixture,
 
         (logit, mu, log_sigma)[r, g] = w2[g] · act(w1[g] · x[r]) + bias[g]     [rows, heads, 3] in fp32
 
-    and their statistics [groups, rows, 4]: top, weights, m and density. Either is not written if its pointer is None.
+    and their statistics [groups, rows, 4]: top, weights, m and density. Writes those whose pointer is not None.
     """
     groups = tl.cdiv(heads, heads_per_cta)
     tile, group = tl.program_id(0) // groups, tl.program_id(0) % groups
@@ -134,8 +135,8 @@ def _heads_gmm_fwd_kernel(
             from_w2 = w2 + col.to(tl.int64)[:, None] * stride_2h + out_col.to(tl.int64)[None, :] * stride_2o
             b = tl.load(from_w2, mask=(col < hidden)[:, None] & out_mask, other=0.0)
             if first + BLOCK_H > hidden:
-                pre = tl.where(col_mask, pre, 0.0)  # beyond the hidden's end it is NaN where x is not finite: inf · 0
-            # There w2 and act(0) are 0.
+                pre = tl.where(col_mask, pre, 0.0)  # past the last column it is NaN if x is not finite: inf · 0
+            # Past the last column w2 and act(0) are 0.
             acc = tl.dot(_activation(pre, ACTIVATION).to(b.dtype), b, acc, input_precision="ieee")
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + head * stride_bg + out_col.to(tl.int64) * stride_bo, mask=out_col < 3, other=0.0)
@@ -163,15 +164,16 @@ def _heads_gmm_loss_kernel(
     REDUCTION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """−log p of BLOCK rows from their statistics [groups, rows, 4], which are joined in the groups' order. REDUCTION
-    "sum": each CTA writes the sum of its rows. "mean": the only CTA writes that over the rows."""
+    """−log p of BLOCK rows from their statistics [groups, rows, 4], which are combined in the order of groups.
+    REDUCTION "sum": each CTA writes the sum of its rows. "mean": there is one CTA, which divides the sum by the number
+    of rows."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     m = tl.full([BLOCK], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK], dtype=tl.float32)
     density = tl.zeros([BLOCK], dtype=tl.float32)
-    for group in tl.range(0, groups, loop_unroll_factor=4):  # loads in flight
+    for group in tl.range(0, groups, loop_unroll_factor=4):  # unrolled to keep loads in flight
         at = statistics_ptr + (tl.cast(group, tl.int64) * rows + row) * STATISTICS
         its_top = tl.load(at, mask=inside, other=0.0)
         its_weights = tl.load(at + 1, mask=inside, other=1.0)
@@ -203,7 +205,7 @@ def _heads_gmm_total_kernel(
     REDUCTION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum of the parts, each BLOCK of them in the same places, or that over the rows."""
+    """The sum of the CTAs' partial losses in a fixed order or, for "mean", that sum divided by the number of rows."""
     acc = tl.zeros([BLOCK], dtype=tl.float32)
     for first in tl.range(0, parts, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -234,15 +236,16 @@ def _heads_gmm_incoming_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """The gradients of the parameters of `rows` rows, [rows, heads, 3], whose first is row `start` of dloss, y and dy;
-    dy unless None; and of each CTA its part of the bias's gradient [parts, heads, 3] in fp32, unless None, with numbers
-    from `first_part` on. BLOCK_G >= heads."""
+    """Writes the gradients of the parameters, [rows, heads, 3], of `rows` rows, the first of which is row `start` of
+    dloss, y and dy. Also writes dy and the bias's gradient, unless None. The latter has one part per CTA, [parts,
+    heads, 3] in fp32, numbered from `first_part` on. BLOCK_G >= heads."""
     row, head = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_G)
     inside, wide = row < rows, (start + row).to(tl.int64)
     mask = inside[:, None] & (head < heads)[None, :]
     y = tl.load(y_ptr + wide * stride_y, mask=inside, other=0.0).to(tl.float32)[:, None]
     at = (row.to(tl.int64)[:, None] * heads + head[None, :]) * 3
-    # A head beyond the last is a component that is off; rows beyond the last have logits of 0, not of −inf.
+    # Heads out of bounds are components of weight 0: their logit is −inf. Rows out of bounds have logits of 0, because
+    # a row whose logits are all −inf is NaN.
     logits = tl.load(parameters_ptr + at, mask=mask, other=float("-inf"))
     logits = tl.where(inside[:, None], logits, 0.0)
     mu = tl.load(parameters_ptr + at + 1, mask=mask, other=0.0)

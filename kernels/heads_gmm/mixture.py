@@ -1,8 +1,8 @@
 # A copy of parts/mixture.py, made by `nox -s vendor`: change it there.
-"""The arithmetic of a row: JIT functions on tuples of tiles [BLOCK_M, HOLD] (see `tiles`).
+"""Log-density of a Gaussian mixture and its gradients: JIT functions on tuples of tiles [BLOCK_M, HOLD] (see `tiles`).
 
-A component takes three exponentials: 1/sigma, the weight and the joint density. log_softmax and logsumexp are combined
-in
+A component requires three exponentials: 1/sigma, the weight and the joint density. log_softmax and logsumexp are
+combined in
 
     log p = ln 2 · (m + log2(Σ_k 2^(j_k − m) / Σ_k 2^(a_k))) − ½ ln 2π
     a_k   = log2(e) · (logits_k − max logits),   j_k = a_k − log2(e) · (log_sigma_k + ½ z_k²),   m = max_k j_k
@@ -10,7 +10,7 @@ in
 
 # ruff: noqa: RUF005 (JIT functions concatenate tuples: Triton does not compile a starred element)
 # mypy: disable-error-code="assignment, misc"
-# The tuples grow while their loops are unrolled, which mypy takes for a change of type.
+# The tuples grow while their loops are unrolled, which mypy reports as a change of type.
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _inverse_sigma(log_sigma, RESIDUAL: tl.constexpr):
-    """exp(−log_sigma). Rounding log_sigma · log2(e) alone costs 20 ulp at log_sigma = 30; adding its
-    rounding error, the residual, corrects that.
+    """exp(−log_sigma). The rounding of log_sigma · log2(e) alone causes an error of 20 ulp at log_sigma = 30. Adding
+    its rounding error, the residual, corrects that.
 
     RESIDUAL  "fma"; "fp64" in the interpreter, whose fma rounds the product and so would lose the residual; "none" for
-              16-bit dtypes, whose own rounding is larger
+              16-bit dtypes, whose own rounding error is larger
     """
     power = log_sigma * -LOG2_E
     inverse = tl.exp2(power)
@@ -36,15 +36,15 @@ def _inverse_sigma(log_sigma, RESIDUAL: tl.constexpr):
             residual = tl.fma(power, LN_2, log_sigma)
         else:
             residual = (power.to(tl.float64) * LN_2 + log_sigma.to(tl.float64)).to(tl.float32)
-        # Elsewhere inverse may be 0 or inf, and its product with the residual NaN.
+        # For a larger |power|, inverse may be 0 or inf, and its product with the residual NaN.
         inverse = tl.where(tl.abs(power) < 126.0, inverse - inverse * residual, inverse)
     return inverse
 
 
 @triton.jit
 def mixture(logits, mu, log_sigma, y, COUNT: tl.constexpr, RESIDUAL: tl.constexpr):
-    """What forward and backward share. From tuples of tiles: tuples of 2^a, 2^(j − m), 1/sigma and z, then m, Σ 2^a and
-    Σ 2^(j − m) of each row."""
+    """The part that forward and backward share. Takes tuples of tiles and returns tuples of 2^a, 2^(j − m), 1/sigma and
+    z, then m, Σ 2^a and Σ 2^(j − m) of each row."""
     top = logits[0]
     for i in tl.static_range(1, COUNT):
         top = tl.maximum(top, logits[i])
@@ -62,7 +62,7 @@ def mixture(logits, mu, log_sigma, y, COUNT: tl.constexpr, RESIDUAL: tl.constexp
         m = tl.maximum(m, joints[i])
         weight_sum += weights[i]
     m = tl.max(m, 1)
-    m = tl.where(m == float("-inf"), 0.0, m)  # density 0: −inf, not −inf − −inf
+    m = tl.where(m == float("-inf"), 0.0, m)  # a density of 0 gives −inf, not −inf − −inf = NaN
     densities = (tl.exp2(joints[0] - m[:, None]),)
     density_sum = densities[0]
     for i in tl.static_range(1, COUNT):
@@ -74,7 +74,7 @@ def mixture(logits, mu, log_sigma, y, COUNT: tl.constexpr, RESIDUAL: tl.constexp
 
 @triton.jit
 def gradients(parts, grad, COUNT: tl.constexpr):
-    """Gradients from the parts of `mixture` and the incoming gradient [BLOCK_M]: three tuples of tiles, and d_y.
+    """Gradients from the results of `mixture` and the incoming gradient [BLOCK_M]: three tuples of tiles, and d_y.
 
     With the posterior r = softmax(j) and the weights w = softmax(logits), times the incoming gradient:
     d_logits = r − w,   d_mu = r z / sigma,   d_log_sigma = r (z² − 1),   d_y = −Σ_k d_mu_k
@@ -86,7 +86,7 @@ def gradients(parts, grad, COUNT: tl.constexpr):
     d_y = tl.zeros_like(zs[0])
     for i in tl.static_range(0, COUNT):
         posterior = densities[i] * per_density
-        # (r z) z and not r z²: a component far from y has r = 0, and its z² may be inf.
+        # (r z) z instead of r z²: a component far from y has r = 0, and its z² may be inf.
         rz = posterior * zs[i]
         d_logits = d_logits + (posterior - weights[i] * per_weight,)
         d_mu = d_mu + (rz * inverses[i],)

@@ -1,4 +1,4 @@
-"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
+"""The public function: argument checks, the eager fast path, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .plans import BACKENDS, REDUCTIONS, Gradients, Needs, bwd_plan, fwd_plan
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 SAVES = ("input", "parameters", "auto")
 MAX_ROWS = 2**31 - 1
-MAX_HEADS = 128  # of which the backward has all of a row in registers
+MAX_HEADS = 128  # the backward keeps all heads of a row in registers
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
@@ -33,41 +33,43 @@ def heads_gmm(
     save: str = "auto",
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Negative log-likelihood of y under a mixture of K Gaussians, whose parameters K feed-forward layers of x give.
+    """Computes the negative log-likelihood of y under a mixture of K Gaussians. K feed-forward layers (heads) of x
+    compute the parameters of the mixture.
 
         (logit_g, mu_g, log_sigma_g) = w2[g] · act(w1[g] · x) + bias[g]
         loss = −logsumexp_g( log_softmax(logit)_g − ½ z_g² − log_sigma_g − ½ log 2π ),   z_g = (y − mu_g) / sigma_g
 
-    Sums are fp32 (fp32 operands are not rounded to tf32); act(...) is rounded to dtype of x, the parameters are not.
-    Differentiable, once, in all tensors; the gradients of the parameters are rounded to dtype of x, as PyTorch's are.
-    Everything is summed in a fixed order: repeated runs agree bit for bit. The hidden is never in memory, but for its
-    gradient, of at most 8448 rows at a time; nor are the parameters of all rows, unless they are kept (`save`). Valid
-    for |log_sigma| up to 87, beyond which sigma or its inverse overflows in fp32. A component whose logit is −inf is
-    off; a row whose logits are all −inf is NaN, as in PyTorch.
+    Accumulation is in fp32 (fp32 operands are not rounded to tf32); act(...) is rounded to the dtype of x, the
+    parameters are not. Differentiable once, in all tensors; the gradients of the parameters are rounded to the dtype of
+    x, as in PyTorch. All sums have a fixed order: repeated runs agree bit for bit. The hidden is never in memory; its
+    gradient is, for at most 8448 rows at a time. The parameters of all rows are in memory only if they are saved
+    (`save`). Valid for |log_sigma| up to 87, above which sigma or its inverse overflows in fp32. A component whose
+    logit is −inf has weight 0; a row whose logits are all −inf is NaN, as in PyTorch.
 
-    x           [..., D], float32, float16 or bfloat16, less than 2^31 rows, any strides. It is read in place where its
-                leading dimensions flatten to one stride.
+    x           [..., D], float32, float16 or bfloat16, fewer than 2^31 rows, any strides. It is read in place if its
+                leading dimensions flatten to one stride, else copied.
     w1          [K, H, D], dtype of x, 1 <= K <= 128, any strides
-    w2          [K, 3, H], likewise: logit, mean, logarithm of the deviation
+    w2          [K, 3, H], likewise: logit, mean, logarithm of the standard deviation
     y           [...], the leading dimensions of x, dtype of x or float32, any strides
     bias        [K, 3], dtype of x or float32, any strides, or None
     activation  "silu", "gelu", "gelu_tanh" or "relu"
     reduction   "mean" or "sum" over all rows, a scalar, or "none". Without rows the mean is NaN.
-    save        what the backward is left with: "input", the arguments alone; "parameters", also those of the mixture,
-                12 K bytes a row, with which it need not make them again; or "auto", these too where they take at most
-                an eighth of what x does (`configs.pick_save`)
-    backend     of the forward: "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0: float16 and
-                bfloat16, D at most 512, rows of x and w1 contiguous and on 16-byte boundaries), or "auto", "cuda" for
-                what that takes where it is the faster one (`configs.pick_backend`), else "triton"
+    save        the tensors saved for the backward: "input" saves only the arguments; "parameters" also saves those of
+                the mixture, 12 K bytes a row, which the backward then need not recompute; "auto" saves them if they
+                need at most an eighth of the bytes of x (`configs.pick_save`)
+    backend     of the forward: "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0; requires
+                float16 or bfloat16, D at most 512, rows of x and w1 that are contiguous and on 16-byte boundaries), or
+                "auto": "cuda" where it can run and is faster (`configs.pick_backend`), else "triton"
 
     Returns the loss in float32: a scalar, or [...] for "none".
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter and for backend="cuda" where it cannot run.
+    outside Triton's interpreter and for backend="cuda" where it cannot run, NotImplementedError for a forward-mode
+    tangent.
 
-    Source: Bishop 1994, Mixture Density Networks, equations 22 to 24, with logarithms of the deviations.
+    Source: Bishop 1994, Mixture Density Networks, equations 22 to 24, with logarithms of the standard deviations.
     """
-    # `lean` takes None for an operand that may be left out, which bias alone is.
+    # `lean` accepts None, which is valid for the optional operand only: bias.
     if lean(x, w1, w2, y, bias) and w1 is not None and w2 is not None and y is not None:
         recorded = torch.is_grad_enabled() and (
             x.requires_grad
@@ -123,7 +125,7 @@ def _check(x, w1, w2, y, bias, activation, reduction, save, backend) -> None:
 
 
 def _fwd_plan(x, w1, w2, y, bias, activation, reduction, save, backend, recorded):
-    """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
+    """The cached plan for these arguments. Only for plain tensors: the key does not describe others completely."""
     key = (*map(signature, (x, w1, w2, y, bias)), activation, reduction, save, backend, recorded)
     plan = _FORWARD.find(key)
     if plan is None:
@@ -134,7 +136,7 @@ def _fwd_plan(x, w1, w2, y, bias, activation, reduction, save, backend, recorded
 
 
 def _backward(tensors, activation: str, reduction: str, needs: Needs) -> Gradients:
-    """Of (dloss, x, w1, w2, y, bias, parameters)."""
+    """The gradients, given `tensors` = (dloss, x, w1, w2, y, bias, parameters)."""
     if not lean(*tensors):
         return bwd_plan(*tensors, activation=activation, reduction=reduction, needs=needs)(*tensors)
     key = (*map(signature, tensors), activation, reduction, needs)
@@ -145,7 +147,7 @@ def _backward(tensors, activation: str, reduction: str, needs: Needs) -> Gradien
 
 
 def _gradients(ctx, dloss) -> Gradients:
-    """None where a gradient is not needed. What traces or transforms the call sees an op."""
+    """The gradients, None where not needed. A tracer or transform of the call sees the custom op of the backward."""
     if dloss is None:
         return None, None, None, None, None
     tensors = (dloss, *ctx.saved_tensors)
@@ -159,7 +161,8 @@ def _gradients(ctx, dloss) -> Gradients:
 
 
 class _HeadsGMM(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """The autograd function of eager calls. Its backward uses the custom op if it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, x, w1, w2, y, bias, plan, activation, reduction):
@@ -174,7 +177,7 @@ class _HeadsGMM(torch.autograd.Function):
         return (*_gradients(ctx, dloss), None, None, None)
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# Skips the functorch handling of torch.autograd.Function.apply: `lean` has checked that no transform is active.
 _apply = super(torch.autograd.Function, _HeadsGMM).apply
 
 
@@ -190,7 +193,7 @@ def _fwd_op(
     keep: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss, and the parameters, without elements if they are not kept."""
+    """The loss, and the parameters of the mixture: an empty tensor if they are not saved."""
     save = SAVES[keep]
     if lean(x, w1, w2, y, bias):
         plan = _fwd_plan(x, w1, w2, y, bias, activation, reduction, save, backend, True)

@@ -1,4 +1,4 @@
-"""Launch plans of heads_gmm: everything about a call that does not change with the tensors' contents and addresses."""
+"""Launch plans of heads_gmm: the part of a call that does not depend on the tensors' contents and addresses."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ TOTAL_BLOCK = 1024
 Tensor = torch.Tensor
 Needs = tuple[bool, bool, bool, bool, bool]  # the gradients of x, w1, w2, y and bias
 Gradients = tuple[Optional, Optional, Optional, Optional, Optional]
-#: Given (x, w1, w2, y, bias): the loss, and the parameters [rows, K, 3] in fp32 if they are kept, else None.
+#: Given (x, w1, w2, y, bias): the loss, and the parameters [rows, K, 3] in fp32 if they are saved, else None.
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor, Optional], tuple[Tensor, Optional]]
-#: Given (dloss, x, w1, w2, y, bias, parameters).
+#: Given (dloss, x, w1, w2, y, bias, parameters): the gradients of x, w1, w2, y and bias.
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Optional, Optional], Gradients]
 
 
@@ -46,8 +46,7 @@ def fwd_plan(
     keep: bool,
     backend: str,
 ) -> Forward:
-    """Takes (x, w1, w2, y, bias) like these, as `op` has checked them. RuntimeError where `backend` cannot take
-    them."""
+    """The plan of the forward for tensors like these, which `op` has checked. RuntimeError if `backend` cannot run."""
     flat, flat_y, heads = _rows_of(x, 1), _rows_of(y, 0), w2.shape[0]
     rows, shape = flat.shape[0], y.shape if reduction == "none" else ()
     if not rows:
@@ -94,8 +93,8 @@ def fwd_plan(
 def _statistics_launch(
     x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, bias: Optional, activation: str, backend: str
 ) -> tuple[Callable[..., None], int]:
-    """Writes statistics [groups, rows, 4] and parameters of all rows, given (x, w1, w2, bias, y, statistics, parameters
-    or None); and how many groups of heads there are."""
+    """The launch that writes statistics [groups, rows, 4] and parameters of all rows, given (x, w1, w2, bias, y,
+    statistics, parameters or None); and the number of groups of heads."""
     rows, (heads, hidden, _) = x.shape[0], w1.shape
     reason = sm90_heads.unsupported_reason(x, w1, w2) if backend != "triton" else None
     if backend == "cuda" and reason:
@@ -109,7 +108,7 @@ def _statistics_launch(
 
 
 def _of_nothing(x: Tensor, shape: tuple[int, ...], reduction: str) -> Tensor:
-    """The loss of no rows: a mean is NaN, as in PyTorch."""
+    """The loss without rows: a mean is NaN, as in PyTorch."""
     return x.new_full(shape, float("nan") if reduction == "mean" else 0.0, dtype=torch.float32)
 
 
@@ -165,11 +164,11 @@ def bwd_plan(
     reduction: str,
     needs: Needs,
 ) -> Backward:
-    """Takes (dloss, x, w1, w2, y, bias, parameters) like these; returns the gradients of x, w1, w2, y and bias, None
-    where not needed.
+    """The plan of the backward for tensors like these. It takes (dloss, x, w1, w2, y, bias, parameters) and returns the
+    gradients of x, w1, w2, y and bias, None where not needed.
 
-    For a chunk of rows at a time the parameters are made again, unless they were kept, then their gradients, and of
-    these those of x and the weights.
+    For each chunk of rows it recomputes the parameters, unless they were saved, then computes their gradients, and from
+    these the gradients of x and the weights.
     """
     flat, heads, rows_y = _rows_of(x, 1), w2.shape[0], _rows_of(y, 0)
     (rows, shape), size = (
@@ -181,7 +180,7 @@ def bwd_plan(
     flat_dloss = _rows_of(dloss, 0) if reduction == "none" else None
     incoming, parts = _incoming_launches(flat_dloss, x, rows_y, heads, reduction, chunks)
     of_bias = (bias, parts) if needs[4] and bias is not None else None
-    asks = any(needs[:3]) and bool(rows and w2.numel())  # whether `products` asks for gradients of the parameters
+    asks = any(needs[:3]) and bool(rows and w2.numel())  # whether `products` calls `gradient`
     products = None
     if any(needs[:3]):
         also = of_bias if asks else None
@@ -224,8 +223,8 @@ def bwd_plan(
 def _again_launches(
     x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, bias: Optional, activation: str, chunks: Chunks
 ) -> list[Callable[..., None]]:
-    """For each chunk what writes its parameters, given (x, w1, w2, bias, y, None, parameters): the forward without its
-    statistics."""
+    """For each chunk the launch that recomputes its parameters, given (x, w1, w2, bias, y, None, parameters): the
+    forward without its statistics."""
     if chunks and in_cuda(x, w1, w2):
         (heads, hidden, _), (_, sms) = w1.shape, device_of(x)
         return [
@@ -241,8 +240,8 @@ def _again_launches(
 def _incoming_launches(
     dloss: Optional, x: Tensor, y: Tensor, heads: int, reduction: str, chunks: Chunks
 ) -> tuple[list[Launch], int]:
-    """For each chunk what writes the gradients of its parameters, given (dloss, parameters, y, dparameters, dy or None,
-    parts of the bias's gradient or None); and how many parts there are. dloss is None for a scalar."""
+    """For each chunk the launch that writes the gradients of its parameters, given (dloss, parameters, y, dparameters,
+    dy or None, parts of the bias's gradient or None); and the number of parts. Here dloss is None if it is a scalar."""
     all_rows, block_m = y.shape[0], configs.pick_incoming_rows(heads)
     launches, parts = [], 0
     for start, rows in chunks:
@@ -269,14 +268,14 @@ def _strides(bias: Optional) -> tuple[int, int]:
 
 
 def _residual(x: Tensor) -> str:
-    """How the mixture's arithmetic corrects 1/sigma."""
+    """How `_inverse_sigma` computes the residual: see there."""
     if x.dtype != torch.float32:
         return "none"
     return "fp64" if INTERPRETED else "fma"
 
 
 def _rows_of(tensor: Tensor, last: int) -> Tensor:
-    """One dimension in place of all but the `last` ones; a copy where that needs one."""
+    """The tensor with all but the `last` dimensions flattened to one; a copy if the strides require it."""
     if tensor.dim() == last + 1:
         return tensor
     rest = tensor.shape[tensor.dim() - last :]

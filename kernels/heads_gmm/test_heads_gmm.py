@@ -1,4 +1,4 @@
-"""What is special to heads_gmm. The rest follows from SPEC: tests/test_specs.py."""
+"""Tests that are specific to heads_gmm. tests/test_specs.py derives the rest from SPEC."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _inputs(rows: int = 5, dim: int = 4, heads: int = 3, hidden: int = 7) -> lis
 
 
 def _both(inputs: list[torch.Tensor], save: str = "input", reduction: str = "none", activation: str = "silu") -> None:
-    """Values and gradients are those of the reference in fp64."""
+    """Checks values and gradients against the reference in fp64."""
     wide = [t.detach().double().requires_grad_() for t in inputs]
     loss = heads_gmm(*inputs, activation, reduction, save=save)
     expected = heads_gmm_reference(*wide, activation, reduction)
@@ -38,7 +38,8 @@ def _both(inputs: list[torch.Tensor], save: str = "input", reduction: str = "non
 
 
 def test_what_is_kept_by_default() -> None:
-    """The parameters where they take at most an eighth of what x does: 12 bytes a row beside 96, and not beside 92."""
+    """The parameters are saved if they need at most an eighth of the bytes of x: 12 bytes a row with 96 of x, but not
+    with 92."""
     assert configs.pick_save("auto", 10, 512, torch.bfloat16) and not configs.pick_save("auto", 10, 472, torch.bfloat16)
     for dim, kept in ((24, True), (23, False)):
         loss = heads_gmm(*_inputs(dim=dim, heads=1))
@@ -51,14 +52,14 @@ def test_what_is_kept_by_default() -> None:
 @pytest.mark.parametrize("rows", [1, 300, 1024, 1025])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_ctas_that_join_statistics(reduction: str, rows: int) -> None:
-    """One for up to 1024 rows; else several, whose sums are added up."""
+    """There is one CTA for up to 1024 rows, else several, whose sums are added up."""
     block = configs.pick_loss_block(rows)
     assert block >= rows if rows <= 1024 else block == configs.LOSS_BLOCK
     _both(_inputs(rows=rows), reduction=reduction)
 
 
 def test_a_backward_that_computes_the_parameters_again_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the forward in CUDA C++: of each chunk the parameters alone."""
+    """Replaces the forward in CUDA C++, which is called for the parameters of each chunk, without statistics."""
     asked = []
 
     def launch(x, w1, w2, y, bias, activation, config, first=0):
@@ -97,7 +98,7 @@ def test_chunks_of_rows_add_up(save: str, reduction: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("heads", [1, 2, 5])
 def test_groups_of_heads_are_joined(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five heads: a CTA each, in groups of two of which the last has one, and all in one CTA."""
+    """Five heads: one per CTA, in groups of two with a last one of one, and all in one CTA."""
     config = configs.FwdConfig(16, 16, 16, heads, stages=1, num_warps=4)
     monkeypatch.setattr(configs, "pick_fwd_config", lambda *problem: config)
     _both(_inputs(rows=37, heads=5))
@@ -105,7 +106,7 @@ def test_groups_of_heads_are_joined(heads: int, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("save", ["input", "parameters"])
 def test_products_of_the_library(save: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three chunks. On a CPU no product of PyTorch has another dtype for its result."""
+    """Three chunks. add_dw1 is replaced, because on a CPU PyTorch's matmul does not support out_dtype."""
 
     def add(dpre: torch.Tensor, x: torch.Tensor, sums: torch.Tensor | None) -> torch.Tensor:
         new = dpre.flatten(1).mT @ x
@@ -141,7 +142,7 @@ def test_no_rows() -> None:
 
 
 def test_y_and_bias_in_fp32_beside_fp16() -> None:
-    """They and their gradients are not rounded."""
+    """y, bias and their gradients are not rounded to fp16."""
     x, w1, w2, y, bias = (t.detach() for t in _inputs())
     x, w1, w2 = x.half(), w1.half(), w2.half()
     wide = [y.requires_grad_(), bias.requires_grad_()]
@@ -156,7 +157,7 @@ def test_y_and_bias_in_fp32_beside_fp16() -> None:
 
 
 def test_a_component_that_is_off() -> None:
-    """A logit of −inf in the first head, where no other has been seen, and in the last; and in all."""
+    """A logit of −inf in the first head, before any other component, in the last, and in all."""
     x, w1, w2, y, bias = (t.detach() for t in _inputs(heads=3))
     for off in ([0], [2], [0, 2]):
         masked = bias.clone()
@@ -170,7 +171,7 @@ def test_a_component_that_is_off() -> None:
 
 
 def test_far_from_every_component() -> None:
-    """Densities that are 0 in fp32, with which log p is finite as long as z² is."""
+    """Densities underflow to 0 in fp32, but log p is finite as long as z² is."""
     x, w1, w2, y, bias = _inputs()
     _both([x, w1, w2, (1e6 * y.detach()).requires_grad_(), bias])
 
@@ -209,8 +210,8 @@ def test_says_what_is_wrong() -> None:
 
 
 def test_columns_beyond_the_hiddens_end_add_nothing() -> None:
-    """A row of x with inf: all columns of the hidden are −inf before the ReLU and 0 behind it, so that the loss is the
-    bias's. Columns beyond the end are no 0 · inf."""
+    """A row of x has inf: all columns of the hidden are −inf before the ReLU and 0 after it, so that the loss is that
+    of the bias. Columns past the last one must not give 0 · inf = NaN."""
     x, w1, w2, y, bias = (t.detach() for t in _inputs())
     x[1, 2] = math.inf
     loss = heads_gmm(x, -w1.abs(), w2, y, bias, "relu", "none")
@@ -220,8 +221,8 @@ def test_columns_beyond_the_hiddens_end_add_nothing() -> None:
 
 
 def test_a_bias_whose_columns_are_far_apart() -> None:
-    """2^31 elements from its first column to its last, of which few are touched: that exceeds an int32, as which it
-    would be read 2^31 elements before the first."""
+    """The last column is 2^31 elements after the first; few elements are accessed. The offset overflows an int32, with
+    which the column would be read 2^31 elements before the first."""
     x, w1, w2, y, bias = (t.detach() for t in _inputs())
     far = torch.empty(2**31 + 8, dtype=torch.float16, device=DEVICE).as_strided((3, 3), (2, 2**30))
     far.copy_(bias)
@@ -233,7 +234,7 @@ def test_a_bias_whose_columns_are_far_apart() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("save", ["input", "parameters"])
 def test_memory_of_the_backward(save: str) -> None:
-    """Neither the hidden nor, unless asked for, the parameters of all rows are there: 5.5 GB and 24 MB here. The
+    """Neither the hidden nor, unless requested, the parameters of all rows are in memory: 5.5 GB and 24 MB here. The
     statistics of a row are 16 bytes for each group of heads."""
     rows = 200_000
     shapes = {"x": (rows, 128), "w1": (10, 1365, 128), "w2": (10, 3, 1365), "y": (rows,), "bias": (10, 3)}
@@ -249,7 +250,7 @@ def test_memory_of_the_backward(save: str) -> None:
 
 @pytest.mark.parametrize("parts", [1, 16, 17, 37, 313])
 def test_parts_of_a_sum(parts: int) -> None:
-    """Few and many, of few and many elements, of two tensors in one launch; run-to-run the same bits."""
+    """Few and many parts, of few and many elements, of two tensors in one launch. Repeated runs agree bit for bit."""
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randn(shape, generator=generator).to(DEVICE) for shape in ((parts, 10, 3), (5, 1100)))
     found = []

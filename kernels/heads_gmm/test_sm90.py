@@ -1,5 +1,5 @@
-"""The version for Hopper (sm90/): that it compiles, and on a GPU that it is right. What operands it takes is tested in
-heads_mlp's folder, which has the same parts."""
+"""Tests of the version for Hopper (sm90/): compilation, and on a GPU the results. The tests of heads_mlp, which has the
+same parts, cover the supported operands."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ VARIANTS = (
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
 def test_it_compiles_and_does_not_spill(variant: tuple) -> None:
-    """A step of 64 columns of x is four wgmmas, in each of two main loops; 32 columns of the hidden are two mmas.
+    """A K-block of 64 columns of x is four wgmmas, in each of two main loops; 32 columns of the hidden are two mmas.
 
     NVRTC 13.0 spills two registers of the exact GELU in fp16, which 13.5 does not.
     """
@@ -75,19 +75,19 @@ def test_it_compiles_and_does_not_spill(variant: tuple) -> None:
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "heads_gmm_forward")
     spills = 16 if (activation, fp16, nvrtc.version()) == ("gelu", 1, (13, 0)) else 0
     assert usage.spills <= spills and usage.stack <= spills / 2 and usage.early_arrivals == 0
-    assert set(usage.early_own_reads) <= {"LDS.128"}  # of w2, which threads write
+    assert set(usage.early_own_reads) <= {"LDS.128"}  # reads of w2, which threads write
     assert usage.mma == {"HGMMA": 8 * steps, "HMMA": 8 + tail // 16}
 
 
 def _operands(rows: int, dim: int, hidden: int, count: int = 3, dtype: torch.dtype = torch.bfloat16) -> Operands:
     shapes = {"x": (rows, dim), "w1": (count, hidden, dim), "w2": (count, 3, hidden), "y": (rows,), "bias": (count, 3)}
     scales = {"x": 1.0, "w1": dim**-0.5, "w2": hidden**-0.5, "y": 1.0, "bias": 0.1}
-    generator = torch.Generator().manual_seed(0)  # of the CPU: the same numbers on every GPU
+    generator = torch.Generator().manual_seed(0)  # on the CPU: the same values for every GPU
     return {n: torch.randn(s, generator=generator).mul(scales[n]).to("cuda", dtype) for n, s in shapes.items()}
 
 
 def _agrees(tensors: Operands, activation: str = "silu", reduction: str = "none", **options: str) -> None:
-    """The loss is that of the reference in fp64, no further from it than twice PyTorch in the same dtype."""
+    """Checks the loss against the reference in fp64: the error is at most twice PyTorch's in the same dtype."""
     exact = heads_gmm_reference(*(t.double() for t in tensors.values()), activation, reduction)
     eager = heads_gmm_reference(*tensors.values(), activation, reduction).double()
     loss = heads_gmm(*tensors.values(), activation, reduction, **{"backend": "cuda", **options})
@@ -117,14 +117,14 @@ def test_options(compiler: None, activation: str, reduction: str) -> None:
 def test_groups_of_heads_are_joined(
     compiler: None, config: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head a group, groups of which the last is smaller, and all in one; more units of work than SMs."""
+    """One head per group, groups with a smaller last one, and all heads in one group; more units of work than SMs."""
     monkeypatch.setattr(heads_forward, "pick_cuda_config", lambda *problem: heads_forward.CudaConfig(*config))
     _agrees(_operands(20_010, 512, 400, count=5))
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_parameters_and_gradients(compiler: None) -> None:
-    """The parameters that are kept give the gradients that Triton's give; without a bias, and with y or it in fp32."""
+    """The saved parameters give the same gradients as Triton's; without a bias, and with y or the bias in fp32."""
     tensors = _operands(3000, 128, 203)
     for changed in ({}, {"bias": None}, {"y": tensors["y"].float()}, {"bias": tensors["bias"].float()}):
         given = {n: t if t is None else t.detach().requires_grad_() for n, t in {**tensors, **changed}.items()}
@@ -141,13 +141,13 @@ def test_parameters_and_gradients(compiler: None) -> None:
 
 @pytest.fixture
 def always(compiler: None, monkeypatch: pytest.MonkeyPatch):
-    """The hidden's gradient, and the parameters again, in CUDA C++ for any number of rows."""
+    """CUDA C++ computes the hidden's gradient, and recomputes the parameters, for any number of rows."""
     monkeypatch.setattr(heads_backward, "pick_cuda", lambda rows, possible: possible)
 
 
 def _moved_by_rounding(leaves: list[torch.Tensor], activation: str, dloss: torch.Tensor, eps: float) -> list[float]:
-    """How far a change of each operand by at most half an epsilon takes each gradient, in fp64: the largest change of
-    any element in 16 draws."""
+    """The sensitivity of each gradient, in fp64: the largest change of any element, over 16 random perturbations of the
+    operands by at most half an epsilon."""
     generator = torch.Generator().manual_seed(1)
 
     def gradients(change: float) -> tuple[torch.Tensor, ...]:
@@ -164,15 +164,15 @@ def _moved_by_rounding(leaves: list[torch.Tensor], activation: str, dloss: torch
 
 
 def _gradients_agree(tensors: Operands, activation: str = "silu", **options: str) -> list[tuple[torch.Tensor, ...]]:
-    """Gradients are those of the reference in fp64, no further from them than twice PyTorch in the same dtype, or than
-    twice what rounding of the operands does to the reference. Returns the gradients: ours, PyTorch's and in fp64.
+    """Checks gradients against the reference in fp64. The error is at most twice PyTorch's in the same dtype, or twice
+    the effect of rounding the operands on the reference. Returns the gradients: ours, PyTorch's and in fp64.
 
-    PyTorch's largest error alone is no sound bound. The gradient of a row goes with z² / sigma, so that one row of
-    thousands, with a small sigma and a y far away, often has the largest error of both sides; and in that row all
-    elements err by the same factor, by which its z and sigma were rounded. Twice PyTorch's error is then one number
-    drawn at random, and near 0 as likely as near any other. Of 40 draws of the operands of test_gradients_of_chunks,
-    with the kernels' rounding written out in PyTorch, two had errors at or above that bound, by up to 1.7 times. The
-    largest of 16 more draws is not near 0: no error was more than 0.6 of the bound, with six.
+    PyTorch's largest error alone is not a sound bound. The gradient of a row is proportional to z² / sigma. So one row
+    of thousands, with a small sigma and a distant y, often has the largest error of both sides. In that row all
+    elements have the same relative error, from the rounding of its z and sigma. Twice PyTorch's error is then a single
+    random number, as likely near 0 as near any other value. Of 40 random operands of test_gradients_of_chunks, with the
+    kernels' rounding written out in PyTorch, two had errors at or above that bound, by up to 1.7 times. The largest of
+    16 more draws is not near 0: no error was more than 0.6 of the bound, with six.
     """
     rows = tensors["x"].shape[0]
     dloss = torch.randn(rows, generator=torch.Generator().manual_seed(2)).cuda()
@@ -207,9 +207,9 @@ def test_gradients(always: None, rows: int, dtype: torch.dtype, save: str) -> No
 @pytest.mark.parametrize("save", ["input", "parameters"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_of_chunks(always: None, activation: str, save: str) -> None:
-    """Three chunks, the last smaller; y that is a column of another tensor. Of each chunk half the elements of dx and
-    dy are within twice the error that PyTorch's have: a median over thousands of rows, unlike the largest error, hardly
-    varies from draw to draw."""
+    """Three chunks, the last smaller; y is a column of another tensor. In each chunk the median error of dx and dy is
+    at most twice PyTorch's: a median over thousands of rows, unlike the largest error, hardly varies between random
+    inputs."""
     y = torch.randn(20_000, 3, generator=torch.Generator().manual_seed(3)).cuda().bfloat16()[:, 1]
     found = _gradients_agree({**_operands(20_000, 64, 203), "y": y}, activation, save=save)
     for index in (0, 3):
@@ -240,7 +240,7 @@ def test_repeats_agree_bit_for_bit(compiler: None) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_layouts(compiler: None) -> None:
-    """y and bias with any strides; what TMA cannot read goes to Triton, or raises."""
+    """y and bias with any strides. Operands that TMA cannot read use Triton, or raise."""
     tensors = _operands(2200, 128, 200)
     _agrees({**tensors, "y": torch.randn(2200, 3, device="cuda").bfloat16()[:, 1]})
     _agrees({**tensors, "y": tensors["y"][:1].expand(2200), "bias": tensors["bias"].mT.contiguous().mT})
@@ -263,7 +263,7 @@ def test_what_is_not_finite_stays_in_its_row(compiler: None, value: float) -> No
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_a_component_that_is_off(compiler: None) -> None:
-    """A logit of −inf in the first head, where no other has been seen, and in the last; and in all."""
+    """A logit of −inf in the first head, before any other component, in the last, and in all."""
     tensors = _operands(300, 128, 203)
     for off in ([0], [2], [0, 2]):
         bias, kept = tensors["bias"].clone(), [head for head in range(3) if head not in off]

@@ -27,7 +27,7 @@ def _case(
     activation: str = "silu",
     suffix: str = "",
 ) -> Case:
-    """A bench case has no suffix and is bf16."""
+    """A case. Those that are bf16 and have no suffix are bench cases."""
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     words = f"{rows}x{dim}-{heads}x{hidden}x{dim_out}", short, suffix
     dims = dict(rows=rows, dim=dim, heads=heads, hidden=hidden, dim_out=dim_out)
@@ -37,16 +37,16 @@ def _case(
 
 TIMED = tuple(_case(rows, 512, 10, 1365, 3, BF16) for rows in (564, 5_000, 205_000))
 CASES = (
-    # Ten heads of a transformer neural process: (logit, mean, log of the deviation) of a component each.
+    # Ten heads of a transformer neural process: each has (logit, mean, log of the standard deviation) of a component.
     *TIMED,
-    # What goes wrong: plain first, then nothing, one of everything, several tiles. Every check is made on each set of
-    # options, so these are few: test_heads_mlp.py tries the other activations, and the GPU's cases have them.
+    # Typical failures: default options first, then no rows, sizes of one, several tiles. Every check runs on each case,
+    # so these are few: test_heads_mlp.py tests the other activations, and so do the GPU's cases.
     _case(11, 8, 2, 18, 3, FP32),
     _case(9, 6, 2, 18, 5, FP16),
     _case(0, 8, 2, 7, 3, FP32),
     _case(1, 1, 1, 1, 1, FP32),
     _case(67, 71, 2, 70, 17, FP32),
-    # On a GPU: tiles with and without remainders, and rows on any boundary; two chunks.
+    # On a GPU: tiles with and without remainders, unaligned rows, two chunks.
     _case(517, 256, 4, 683, 3, BF16, "gelu", "odd"),
     _case(1200, 131, 3, 263, 7, BF16, "relu", "primes"),
     _case(9000, 128, 2, 130, 3, BF16, "gelu_tanh", "chunks"),
@@ -55,7 +55,7 @@ HOST_CASES = (_case(4, 64, 4, 96, 3, BF16, "silu", "host"),)
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """Weights such that what is before the activation, and y, have variances of about 1."""
+    """Random inputs, with weights scaled so that the activation's argument and y have variances of about 1."""
     rows, dim, heads, hidden, dim_out = (case.dims[n] for n in ("rows", "dim", "heads", "hidden", "dim_out"))
 
     def normal(*shape: int) -> torch.Tensor:
@@ -70,8 +70,8 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 
 def cost(case: Case, mode: str) -> Cost:
-    """Forward: x, the weights, y. Backward: dy, x, the weights, and a gradient of each. What the backward computes
-    again is a choice, and no compulsory work."""
+    """Compulsory traffic. Forward: x, the weights, y. Backward: dy, x, the weights, and a gradient of each.
+    Recomputation in the backward is a choice of the implementation and does not count."""
     rows, dim, heads, hidden, dim_out = (case.dims[n] for n in ("rows", "dim", "heads", "hidden", "dim_out"))
     weights = heads * hidden * (dim + dim_out)
     passes, elements = {
@@ -83,8 +83,8 @@ def cost(case: Case, mode: str) -> Cost:
 
 
 def _padded() -> Op:
-    """The reference, compiled, with the hidden padded by zeros to a multiple of 128. The weights are padded once for
-    each set, outside of what is timed; their gradients are those of the padded ones, of which views are returned."""
+    """The compiled reference, with the hidden padded with zeros to a multiple of 128. Each set of weights is padded
+    once, outside the timed region. The weights' gradients are views of those of the padded weights."""
     op = torch.compile(heads_mlp_reference, dynamic=False)
     made: dict[tuple, tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = {}
 
@@ -94,7 +94,7 @@ def _padded() -> Op:
             if len(made) == 8:
                 del made[next(iter(made))]
             more = -weights[0].shape[1] % 128
-            # The weights are kept, so that no others come to lie at their addresses.
+            # The weights are kept alive, so that no others are allocated at their addresses.
             kept = tuple(w.detach() for w in weights)
             made[key] = kept, (F.pad(kept[0], (0, 0, 0, more)), F.pad(kept[1], (0, more)))
         return made[key][1]
@@ -123,7 +123,7 @@ def _padded_supports(case: Case, mode: str) -> str | None:
 
 
 def _fwd_candidates(case: Case) -> list[configs.FwdConfig]:
-    """Of those with x resident the shared memory takes 128 rows beside 32 columns of the hidden, or 64 beside 64."""
+    """With a resident x, shared memory holds 128 rows and 32 columns of the hidden, or 64 and 64."""
     again = [
         configs.FwdConfig(m, h, k, heads, False, stages, warps)
         for m, h, warps in ((64, 128, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8))
@@ -182,7 +182,7 @@ def _products_candidates(case: Case) -> list[heads_backward.ProductsConfig]:
 
 
 def _in_cuda(case: Case) -> bool:
-    """Whether the version for Hopper takes a case as `make_inputs` lays it out."""
+    """Whether the version for Hopper supports a case with the layout of `make_inputs`."""
     dim = case.dims["dim"]
     fits = dim <= heads_forward.MAX_DIM and dim % 8 == 0 and case.dims["dim_out"] <= heads_forward.MAX_OUT
     return bool(case.dtype != FP32 and case.dims["rows"] and fits)
@@ -195,7 +195,7 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    """Of "cuda" nothing is checked here: the checks try layouts that it does not take, and test_sm90.py has its own."""
+    """The checks skip "cuda", because they use layouts that it does not support. test_sm90.py checks it."""
     if implementation == "cuda":
         return "it is checked by tests of its own; auto takes it where it can"
     if implementation == "triton" and mode == "bwd":
@@ -213,7 +213,7 @@ SPEC = KernelSpec(
         "triton": partial(heads_mlp, backend="triton"),
         "cuda": partial(heads_mlp, backend="cuda"),
     },
-    # Elsewhere the first is the second.
+    # Below 9.0 "auto" is "triton".
     min_capability={"triton": (9, 0), "cuda": (9, 0)},
     unsupported_reason=_unsupported_reason,
     alias_reason=_alias_reason,
@@ -233,8 +233,8 @@ SPEC = KernelSpec(
     unit="rows",
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 20), "dim": (1, 20), "heads": (1, 3), "hidden": (1, 20), "dim_out": (1, 5)},
-    # With Triton 3.6, tiles of 128 by 256 and of 128 by 128, which are the fastest; in CUDA C++ GELU with 256 or 384
-    # columns of x and its tanh form with 64, once a unit of work or a tile.
+    # In Triton 3.6, tiles of 128 x 256 and 128 x 128, which are the fastest, spill. In CUDA C++ GELU spills with 256 or
+    # 384 columns of x and its tanh form with 64, once per unit of work or tile.
     spills={"_heads_mlp_fwd_kernel": 12, "_heads_dhidden_kernel": 112, "heads_dhidden": 16},
     tunables=(
         Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, TIMED, implementation="triton"),

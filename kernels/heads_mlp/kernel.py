@@ -3,8 +3,9 @@
 Estimate, bf16, R rows of D = 512, K = 10 heads of H = 1365, O = 3, one NVIDIA H200 at 790 TFLOP/s and 4254 GB/s:
   forward    x · w1ᵀ                   2·R·K·H·D FLOPs   205000 rows: 2.87 TFLOP, 3.6 ms; x, y: 222 MB, 52 us
   backward   x · w1ᵀ again, dx, dw1    6·R·K·H·D FLOPs   205000 rows: 8.6 TFLOP, 10.9 ms
-The second GEMM is 6·H FLOPs a row and head, 0.6 % of the first. The hidden would be 5.6 GB, 1.3 ms to write and as
-much to read; here it is in registers. Weights are 14 MB and stay in L2, from which each tile of rows reads them.
+The second GEMM has 6·H FLOPs a row and head, 0.6 % of the first. In memory the hidden would have 5.6 GB, 1.3 ms to
+write and as much to read; here it stays in registers. The weights, 14 MB, stay in L2, from which each tile of rows
+reads them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton.language as tl
 from .activation import _activation
 from .heads_backward.dhidden import rows_times_weight
 
-# What changes from call to call comes first, then integers, then constexprs: see `Launch`.
+# Arguments that change from call to call come first, then integers, then constexprs: see `Launch`.
 
 
 @triton.jit
@@ -48,8 +49,8 @@ def _heads_mlp_fwd_kernel(
 ):
     """y[r, g] = w2[g] · act(w1[g] · x[r]) for BLOCK_M rows and `heads_per_cta` heads; [rows, heads, dim_out].
 
-    RESIDENT: BLOCK_K columns hold a row of x, which is loaded once for all heads. Otherwise x is read again, from L2,
-    for each BLOCK_H columns of the hidden.
+    RESIDENT: BLOCK_K covers all of D, so that a row of x is loaded once for all heads. Otherwise x is read again, from
+    L2, for each block of BLOCK_H columns of the hidden.
     """
     groups = tl.cdiv(heads, heads_per_cta)
     tile, first_head = tl.program_id(0) // groups, tl.program_id(0) % groups * heads_per_cta
@@ -77,7 +78,7 @@ def _heads_mlp_fwd_kernel(
             b2 = tl.load(from_w2, mask=(col < hidden)[:, None] & out_mask, other=0.0)
             if first + BLOCK_H > hidden:
                 pre = tl.where(col_mask, pre, 0.0)  # beyond the hidden's end it is NaN where x is not finite: inf · 0
-            # There w2 and act(0) are 0.
+            # Past the last column w2 and act(0) are 0.
             acc = tl.dot(_activation(pre, ACTIVATION).to(b2.dtype), b2, acc, input_precision="ieee")
         to = y_ptr + (row.to(tl.int64)[:, None] * heads + head) * dim_out + out_col[None, :]
         tl.store(to, acc.to(y_ptr.dtype.element_ty), mask=row_mask & out_mask)

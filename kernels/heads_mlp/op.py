@@ -1,4 +1,4 @@
-"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
+"""The public function: argument checks, the eager fast path, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .plans import BACKENDS, bwd_plan, fwd_plan
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 MAX_ROWS = 2**31 - 1
-MAX_OUT = 64  # columns of y that are in registers beside the hidden
+MAX_OUT = 64  # columns of y that fit into registers together with the hidden
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
@@ -21,29 +21,30 @@ _FORWARD, _BACKWARD = Plans(), Plans()
 def heads_mlp(
     x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str = "silu", *, backend: str = "auto"
 ) -> torch.Tensor:
-    """K feed-forward layers of one input.
+    """Computes K feed-forward layers (heads) of one input.
 
         y[..., g, :] = w2[g] · act(w1[g] · x)
 
-    Sums are fp32 (fp32 operands are not rounded to tf32); act(...) is rounded to dtype of x. Differentiable, once, in
-    all tensors. Everything is summed in a fixed order: repeated runs agree bit for bit. The hidden is never in memory;
-    in the backward its gradient is, for at most 8448 rows at a time.
+    Accumulation is in fp32 (fp32 operands are not rounded to tf32); act(...) is rounded to the dtype of x.
+    Differentiable once, in all tensors. All sums have a fixed order: repeated runs agree bit for bit. The hidden is
+    never in memory. In the backward its gradient is, for at most 8448 rows at a time.
 
-    x           [..., D], float32, float16 or bfloat16, less than 2^31 rows, any strides. It is read in place where its
-                leading dimensions flatten to one stride.
+    x           [..., D], float32, float16 or bfloat16, fewer than 2^31 rows, any strides. It is read in place if its
+                leading dimensions flatten to one stride, else copied.
     w1          [K, H, D], dtype of x, any strides
     w2          [K, O, H], likewise, O at most 64
     activation  "silu", "gelu", "gelu_tanh" or "relu"
-    backend     of the forward: "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0: float16 and
-                bfloat16, D at most 512, O at most 8, rows of x and w1 contiguous and on 16-byte boundaries), or "auto",
-                "cuda" for what that takes where it is the faster one (`configs.pick_backend`), else "triton"
+    backend     of the forward: "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0; requires
+                float16 or bfloat16, D at most 512, O at most 8, rows of x and w1 that are contiguous and on 16-byte
+                boundaries), or "auto": "cuda" where it can run and is faster (`configs.pick_backend`), else "triton"
 
-    Returns y [..., K, O], in dtype of x, contiguous.
+    Returns y [..., K, O], dtype of x, contiguous.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device, activation or backend, RuntimeError for a
-    CPU tensor outside Triton's interpreter and for backend="cuda" where it cannot run.
+    CPU tensor outside Triton's interpreter and for backend="cuda" where it cannot run, NotImplementedError for a
+    forward-mode tangent.
 
-    Source: the feed-forward layer is Vaswani et al. 2017 (arXiv:1706.03762), section 3.3.
+    Source: the feed-forward layer, Vaswani et al. 2017 (arXiv:1706.03762), section 3.3.
     """
     if lean(x, w1, w2):
         plan = _fwd_plan(x, w1, w2, activation, backend)
@@ -81,7 +82,7 @@ def _check(x, w1, w2, activation, backend) -> None:
 
 
 def _fwd_plan(x, w1, w2, activation, backend):
-    """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
+    """The cached plan for these arguments. Only for plain tensors: the key does not describe others completely."""
     key = signature(x), signature(w1), signature(w2), activation, backend
     plan = _FORWARD.find(key)
     if plan is None:
@@ -102,7 +103,7 @@ def _backward(dy, x, w1, w2, activation: str, needs: Needs) -> Gradients:
 
 
 def _gradients(ctx, dy) -> Gradients:
-    """None where a gradient is not needed. What traces or transforms the call sees an op."""
+    """The gradients, None where not needed. A tracer or transform of the call sees the custom op of the backward."""
     if dy is None:
         return None, None, None
     x, w1, w2 = ctx.saved_tensors
@@ -115,7 +116,8 @@ def _gradients(ctx, dy) -> Gradients:
 
 
 class _HeadsMLP(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """The autograd function of eager calls. Its backward uses the custom op if it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, x, w1, w2, plan, activation):
@@ -129,7 +131,7 @@ class _HeadsMLP(torch.autograd.Function):
         return (*_gradients(ctx, dy), None, None)
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# Skips the functorch handling of torch.autograd.Function.apply: `lean` has checked that no transform is active.
 _apply = super(torch.autograd.Function, _HeadsMLP).apply
 
 

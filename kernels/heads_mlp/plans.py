@@ -1,4 +1,4 @@
-"""Launch plans of heads_mlp: everything about a call that does not change with the tensors' contents and addresses."""
+"""Launch plans of heads_mlp: the part of a call that does not depend on the tensors' contents and addresses."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Backward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Gr
 
 
 def fwd_plan(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str, backend: str) -> Forward:
-    """Takes (x, w1, w2) like these, as `op` has checked them, and returns y. RuntimeError where `backend` cannot take
-    them."""
+    """The plan of the forward for tensors like these, which `op` has checked. It takes (x, w1, w2) and returns y.
+    RuntimeError if `backend` cannot run."""
     copied, flat = _flat(x, 1)
     shape = (*x.shape[:-1], *w2.shape[:2])
     launch = _fwd_launch(flat, w1, w2, activation, backend) if flat.shape[0] and w2.shape[0] and w2.shape[1] else None
@@ -69,7 +69,8 @@ def _fwd_launch(
 def bwd_plan(
     dy: torch.Tensor, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str, needs: Needs
 ) -> Backward:
-    """Takes (dy, x, w1, w2) like these and returns the gradients of x, w1 and w2, None where not needed."""
+    """The plan of the backward for tensors like these. It takes (dy, x, w1, w2) and returns the gradients of x, w1 and
+    w2, None where not needed."""
     (_, flat), (_, dy_flat) = _flat(x, 1), _flat(dy, 2)
     shape, plan = x.shape, backward_plan(flat, dy_flat.stride(), w1, w2, activation, needs)
 
@@ -82,7 +83,7 @@ def bwd_plan(
 
 
 def _flat(tensor: torch.Tensor, last: int) -> tuple[bool, torch.Tensor]:
-    """Whether a copy is needed for one dimension in place of all but the `last` ones, and that tensor."""
+    """Whether flattening all but the `last` dimensions to one copies the tensor, and the flattened tensor."""
     leading, rest = tensor.shape[:-last], tensor.shape[-last:]
     flat = tensor.reshape(leading.numel(), *rest)
     return flat.data_ptr() != tensor.data_ptr(), flat

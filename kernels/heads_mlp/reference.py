@@ -1,4 +1,4 @@
-"""The heads in plain PyTorch: the oracle."""
+"""The heads in plain PyTorch: the reference of the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is special to heads_mlp. The rest follows from SPEC: tests/test_specs.py."""
+"""Tests that are specific to heads_mlp. tests/test_specs.py derives the rest from SPEC."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _inputs(rows: int = 5, dim: int = 4, heads: int = 2, hidden: int = 7, dim_ou
 
 
 def _both(inputs: list[torch.Tensor], activation: str = "silu") -> None:
-    """Values and gradients are those of the reference in fp64."""
+    """Checks values and gradients against the reference in fp64."""
     wide = [t.detach().double().requires_grad_() for t in inputs]
     y, expected = heads_mlp(*inputs, activation), heads_mlp_reference(*wide, activation)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -41,13 +41,13 @@ def test_activations(activation: str) -> None:
 
 
 def test_chunks_of_rows_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three chunks, the last of another size; w1's gradient passes through the fp32 sums."""
+    """Three chunks, the last of another size. w1's gradient is accumulated in fp32 over the chunks."""
     monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda rows, heads, hidden: 8)
     _both(_inputs(rows=19))
 
 
 def test_parts_of_a_chunk_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tiles of rows in a part, and two parts; x read again for each block of columns."""
+    """Two parts with two tiles of rows each. x is read again for each block of columns."""
     config = heads_backward.DhiddenConfig(16, 16, 16, tiles=2, stages=1, num_warps=4)
     monkeypatch.setattr(heads_backward, "pick_dhidden_config", lambda *problem: config)
     again = configs.FwdConfig(16, 16, 16, heads=2, resident=False, stages=1, num_warps=4)
@@ -67,13 +67,13 @@ def test_only_what_is_needed(needed: int) -> None:
 
 @pytest.mark.parametrize("sizes", [dict(rows=0), dict(hidden=0), dict(heads=0), dict(dim_out=0), dict(dim=0)])
 def test_empty_sums_are_zero(sizes: dict[str, int]) -> None:
-    """They are written: memory that the results are in may hold anything."""
+    """Zeros are written, because the memory of the results is uninitialised."""
     with guard.poisoned():
         _both(_inputs(**sizes))
 
 
 def test_infinite_gradient_stays_in_its_row() -> None:
-    """Columns beyond the hidden's end are no 0 · inf."""
+    """Columns past the last one of the hidden must not give 0 · inf = NaN."""
     x, w1, w2 = _inputs()
     dy = torch.ones(5, 2, 3, device=DEVICE)
     dy[1] = torch.inf
@@ -84,7 +84,8 @@ def test_infinite_gradient_stays_in_its_row() -> None:
 
 
 def test_an_infinite_row_is_no_nan() -> None:
-    """Columns beyond the hidden's end are no 0 · inf: the result is inf, or 0 where all columns are off."""
+    """Columns past the last one of the hidden must not give 0 · inf = NaN. The result is inf, or 0 if the activation is
+    0 in all columns."""
     x, w1, w2 = (t.detach().abs() for t in _inputs())
     x[1, 2] = torch.inf
     assert heads_mlp(x, w1, w2, "relu")[1].isposinf().all()
@@ -92,7 +93,7 @@ def test_an_infinite_row_is_no_nan() -> None:
 
 
 def test_an_infinite_weight_reaches_no_row_beyond_the_last() -> None:
-    """w2's gradient is a sum of infinities of one sign. Of rows that fill up a tile it would be 0 · inf."""
+    """w2's gradient is a sum of infinities of one sign. Padding rows of a tile would add 0 · inf = NaN."""
     x, w1, w2 = (t.detach().abs() for t in _inputs())
     w1[0, 3, 1] = torch.inf
     w2.requires_grad_()
@@ -101,8 +102,8 @@ def test_an_infinite_weight_reaches_no_row_beyond_the_last() -> None:
 
 
 def test_rows_and_columns_that_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block of rows, or of columns, spans 2^31 elements, of which few are touched: its stride exceeds an int32, as
-    which it would be read 2^31 elements before the first."""
+    """A block of rows, or of columns, spans 2^31 elements, few of which are accessed. Its stride overflows an int32,
+    with which it would be read 2^31 elements before the first."""
     monkeypatch.setattr(
         configs, "pick_fwd_config", lambda *problem: configs.FwdConfig(16, 16, 16, 1, False, stages=1, num_warps=4)
     )
@@ -162,7 +163,7 @@ def test_what_the_op_of_the_gradients_says_of_its_results(needs: tuple[bool, boo
 
 
 def test_the_version_that_is_picked_gets_the_tensors_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the forward in CUDA C++."""
+    """Replaces the forward in CUDA C++ by the reference, and checks its arguments."""
 
     def launch(x, w1, w2, activation):
         assert (x.shape, w1.shape, w2.shape, activation) == ((5, 4), (2, 7, 4), (2, 3, 7), "relu")
@@ -190,7 +191,7 @@ NEEDS = [(True, True, True), (True, False, False), (False, True, False), (False,
 
 
 def _on_a_cpu(dpre: torch.Tensor, x: torch.Tensor, sums: torch.Tensor | None) -> torch.Tensor:
-    """products.add_dw1, where no product of PyTorch has another dtype for its result."""
+    """products.add_dw1 for a CPU, on which PyTorch's matmul does not support out_dtype."""
     new = dpre.flatten(1).mT @ x
     return new if sums is None else sums + new
 
@@ -199,8 +200,8 @@ def _on_a_cpu(dpre: torch.Tensor, x: torch.Tensor, sums: torch.Tensor | None) ->
 @pytest.mark.parametrize("cuda", [True, False])
 @pytest.mark.parametrize("needs", NEEDS)
 def test_sums_by_the_library(needs: tuple[bool, bool, bool], cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two chunks, the second of another size; a hidden whose rows are padded; an incoming gradient of stride 0. With
-    the gradient of the hidden in CUDA C++ where that is possible, and in Triton."""
+    """Two chunks, the second of another size; a hidden whose rows are padded; an incoming gradient of stride 0. The
+    gradient of the hidden is computed in CUDA C++, if that is possible, and in Triton."""
     if not cuda:
         monkeypatch.setattr(heads_backward, "pick_cuda", lambda rows, possible: False)
     shapes = ((9001, 96), (3, 37, 96), (3, 3, 37))
@@ -228,7 +229,7 @@ def test_triton_beside_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _dhidden_in_pytorch(start, rows, x, w1, w2, dy_strides, activation, config, added):
-    """What sm90/heads_dhidden.cu does, with its parts; `dy_strides` are those that it is told."""
+    """The equivalent of sm90/heads_dhidden.cu, with the same parts. `dy_strides` are its launch's strides."""
 
     def run(dy, x, w1, w2, dpre, dw2) -> None:
         assert dy.stride() == dy_strides and dy.shape[0] >= rows
@@ -249,7 +250,7 @@ def _dhidden_in_pytorch(start, rows, x, w1, w2, dy_strides, activation, config, 
 
 
 def _products_in_pytorch(start, rows, x, w1, config):
-    """What sm90/heads_products.cu does, with its parts."""
+    """The equivalent of sm90/heads_products.cu, with the same parts."""
 
     def run(dpre, x, w1, parts, dx, sums, dw1, add) -> None:
         own = dpre[:rows, :, : w1.shape[1]]
@@ -274,9 +275,9 @@ def _products_in_pytorch(start, rows, x, w1, config):
 def test_the_plan_around_cuda(
     needs: tuple[bool, bool, bool], heads: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three chunks of three, three and one tiles, in parts of two: the last chunk adds to the first part alone. One
-    chunk, whose parts are added to nothing. x's gradient in parts of `heads` heads, 0: with the products by the
-    library."""
+    """Three chunks of three, three and one tiles, in parts of two: the last chunk adds only to the first part. A single
+    chunk, whose parts are not added to others. x's gradient in parts of `heads` heads; with 0, cuBLAS computes the
+    GEMMs."""
     products_config = heads_backward.ProductsConfig(heads, True, cluster=2, beside=False, ahead=0, stages=4)
     monkeypatch.setattr(heads_backward, "pick_products", lambda *problem, possible: possible and heads > 0)
     monkeypatch.setattr(
@@ -297,7 +298,7 @@ def test_the_plan_around_cuda(
     dy = torch.randn(700, 3, 3, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     wanted = torch.autograd.grad(heads_mlp_reference(*wide), wide, dy.double())
     leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
-    for _ in range(2):  # the plan is kept, and adds to parts of its own each time
+    for _ in range(2):  # the cached plan allocates new parts in each call
         for t in leaves:
             t.grad = None
         heads_mlp(*leaves).backward(dy)
@@ -312,7 +313,7 @@ def test_the_plan_around_cuda(
 def test_something_else_is_added_up(
     needs: tuple[bool, bool, bool], version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With x's gradient, with w2's, which has two parts, with neither, or in a launch of its own."""
+    """In one launch with x's gradient, with w2's, which has two parts, with neither, or in a launch of its own."""
     monkeypatch.setattr(plan, "in_cuda", lambda *tensors: version != "triton")
     monkeypatch.setattr(heads_backward, "pick_products", lambda *problem, possible: version == "cuda")
     monkeypatch.setattr(heads_backward, "pick_cuda_config", lambda *problem: heads_backward.CudaConfig(1, 2, stages=11))
@@ -329,7 +330,7 @@ def test_something_else_is_added_up(
 
 
 def test_one_chunk_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """w2's gradient is then written by the kernel itself, in its dtype, and w1's by the library."""
+    """The kernel itself writes w2's gradient, in w2's dtype, and the library w1's."""
     monkeypatch.setattr(plan, "in_cuda", lambda *tensors: True)
     monkeypatch.setattr(plan.heads_dhidden, "launch", _dhidden_in_pytorch)
     monkeypatch.setattr(plan, "sum_launch", lambda *problem: pytest.fail("there is nothing to add up"))
@@ -346,7 +347,7 @@ def test_when_the_gradient_is_in_cuda() -> None:
 
 @pytest.mark.parametrize(("rows", "dx_heads", "units"), [(564, 2, (50, 220)), (5000, 10, (80, 220))])
 def test_units_of_the_products(rows: int, dx_heads: int, units: tuple[int, int]) -> None:
-    """Few rows are cut by heads into parts, many are not."""
+    """x's gradient of few rows is split by heads into parts, that of many rows is not."""
     config = heads_backward.pick_products_config(rows, 512, 10, 1365, 132, True, True)
     assert (config.dx_heads, config.cluster) == (dx_heads, 1)
     assert heads_backward.products_units(rows, 512, 10, 1365, config) == units
@@ -354,7 +355,7 @@ def test_units_of_the_products(rows: int, dx_heads: int, units: tuple[int, int])
         config = heads_backward.pick_products_config(rows, 512, 10, 1365, 132, need_x, need_w1)
         found = heads_backward.products_units(rows, 512, 10, 1365, config)
         assert [count > 0 for count in found] == [need_x, need_w1]
-    pair = heads_backward.ProductsConfig(1, True, 2, True, 2, 4)  # five tiles of rows in pairs are three
+    pair = heads_backward.ProductsConfig(1, True, 2, True, 2, 4)  # five tiles of rows are three pairs
     assert heads_backward.products_units(564, 512, 10, 1365, pair) == (50, 110)
 
 
@@ -367,4 +368,4 @@ def test_units_of_the_hiddens_gradient(rows: int, heads: int, hidden: int, tiles
     assert (config.tiles, config.cluster) == (tiles, 2)
     units = -(-heads * -(-hidden // 128) // 2) * -(-rows // (128 * tiles))
     assert -(-units // 66) == rounds
-    assert heads_backward.pick_cuda_config(100, 1, 128, 132).cluster == 1  # of which there is one block
+    assert heads_backward.pick_cuda_config(100, 1, 128, 132).cluster == 1  # there is only one block

@@ -1,4 +1,4 @@
-"""The version for Hopper (sm90/): which operands it takes, that it compiles, and on a GPU that it is right."""
+"""Tests of the version for Hopper (sm90/): supported operands, compilation, and on a GPU the results."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ VARIANTS = (
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
 def test_it_compiles_and_does_not_spill(variant: tuple) -> None:
-    """A step of 64 columns of x is four wgmmas, in each of two main loops; 32 columns of the hidden are two mmas."""
+    """A K-block of 64 columns of x is four wgmmas, in each of two main loops; 32 columns of the hidden are two mmas."""
     activation, dim, hidden, cluster, fp16 = variant
     steps, tail = -(-dim // 64), heads.tail_of(hidden)
     defines = (
@@ -101,7 +101,7 @@ def test_it_compiles_and_does_not_spill(variant: tuple) -> None:
     )
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "heads_mlp_forward")
     assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
-    assert set(usage.early_own_reads) <= {"LDS.128"}  # of w2, which threads write
+    assert set(usage.early_own_reads) <= {"LDS.128"}  # reads of w2, which threads write
     assert usage.mma == {"HGMMA": 8 * steps, "HMMA": 8 + tail // 16}
 
 
@@ -117,7 +117,7 @@ def test_columns_of_the_last_block(hidden: int, tail: int) -> None:
     ids=lambda variant: "-".join(map(str, variant)),
 )
 def test_the_hiddens_gradient_compiles_and_does_not_spill(variant: tuple) -> None:
-    """Beside the wgmmas, a tile of 128 rows is 16 mmas for dh and 8 for dw2."""
+    """In addition to the wgmmas, a tile of 128 rows is 16 mmas for dh and 8 for dw2."""
     activation, dim, cluster, fp16 = variant
     steps = -(-dim // 64)
     defines = (
@@ -137,7 +137,7 @@ def test_the_hiddens_gradient_compiles_and_does_not_spill(variant: tuple) -> Non
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_the_products_compile_and_do_not_spill(cluster: int, dtype: torch.dtype) -> None:
-    """A step of 64 terms is four wgmmas, in the loops of both gradients; w1's leaves in vectors of 16 bytes."""
+    """A K-block of 64 is four wgmmas, in the main loops of both gradients. w1's is stored in vectors of 16 bytes."""
     config = heads_backward.ProductsConfig(1, True, cluster, beside=False, ahead=0, stages=4)
     cubin = nvrtc.compiled(SOURCE.with_name("heads_products.cu"), "sm_90a", heads_products.defines(config, dtype))
     usage = sass.inspect(cubin, "heads_products")
@@ -183,7 +183,7 @@ def _operands(
 
 
 def _agrees(tensors: Operands, activation: str = "silu", backend: str = "cuda") -> None:
-    """The result is that of the reference in fp64, no further from it than twice PyTorch in the same dtype."""
+    """Checks the result against the reference in fp64: the error is at most twice PyTorch's in the same dtype."""
     wide = {name: t.double() for name, t in tensors.items()}
     exact = heads_mlp_reference(**wide, activation=activation)
     eager = heads_mlp_reference(**tensors, activation=activation)
@@ -224,7 +224,7 @@ def test_each_number_of_steps(compiler: None, dim: int) -> None:
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("config", [(1, 1, 13), (1, 2, 9), (2, 1, 11), (3, 2, 13), (7, 2, 13)])
 def test_configurations(compiler: None, config: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """More units of work than SMs; the last group of heads is smaller; the last CTA of a cluster has no rows."""
+    """More units of work than SMs. The last group of heads is smaller, and the last CTA of a cluster has no rows."""
     monkeypatch.setattr(heads_forward, "pick_cuda_config", lambda *problem: heads_forward.CudaConfig(*config))
     _agrees(_operands(20_010, 512, 400, count=7))
 
@@ -239,7 +239,7 @@ def test_repeats_agree_bit_for_bit(compiler: None) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_layouts(compiler: None) -> None:
-    """Strides that TMA reads are read in place, those of w2 always; what it cannot read goes to Triton, or raises."""
+    """Strides that TMA supports are read in place, and any strides of w2. Others use Triton, or raise."""
     tensors = _operands(2200, 128, 200)
     wide = torch.randn(3, 2200, 256, device="cuda", dtype=torch.bfloat16) * 128**-0.5
     for name, t in (("x", wide[1, :, 16:144]), ("w1", wide[:, 100:700:3, 64:192])):
@@ -275,7 +275,7 @@ def test_what_is_not_finite_stays_in_its_row(compiler: None, value: float) -> No
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_an_infinite_row_is_no_nan(compiler: None) -> None:
-    """Columns beyond the hidden's end are no 0 · inf."""
+    """Columns past the last one of the hidden must not give 0 · inf = NaN."""
     tensors = {name: t.abs() for name, t in _operands(3, 128, 203).items()}
     tensors["x"][1, 5] = torch.inf
     assert heads_mlp(**tensors, activation="relu", backend="cuda")[1].isposinf().all()
@@ -297,13 +297,13 @@ def _gradients_agree(
     dy: torch.Tensor | None = None,
     needs: tuple[bool, bool, bool] = (True, True, True),
 ) -> list[torch.Tensor]:
-    """The gradients are those of the reference in fp64, no further from them than twice PyTorch in the same dtype."""
+    """Checks gradients against the reference in fp64: the error is at most twice PyTorch's in the same dtype."""
     rows, heads_dim = tensors["x"].shape[0], tensors["w2"].shape[:2]
     if dy is None:
         dy = torch.randn(rows, *heads_dim, device="cuda").to(tensors["x"].dtype)
     found, pairs = [], list(zip(tensors.items(), needs, strict=True))
     for op, dtype in ((heads_mlp, dy.dtype), (heads_mlp_reference, dy.dtype), (heads_mlp_reference, torch.float64)):
-        # Detached, not copied: layouts stay.
+        # detach() keeps the layouts.
         leaves = {n: t.detach().to(dtype).requires_grad_(need) for (n, t), need in pairs}
         y = op(**leaves, activation=activation)
         found.append(torch.autograd.grad(y, [t for t in leaves.values() if t.requires_grad], dy.to(dtype)))
@@ -317,7 +317,7 @@ def _gradients_agree(
 
 @pytest.fixture
 def always(compiler: None, monkeypatch: pytest.MonkeyPatch):
-    """The hidden's gradient in CUDA C++ for any number of rows."""
+    """CUDA C++ computes the hidden's gradient for any number of rows."""
     monkeypatch.setattr(heads_backward, "pick_cuda", lambda rows, possible: possible)
 
 
@@ -339,7 +339,7 @@ def test_gradients_of_activations(always: None, activation: str, dtype: torch.dt
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("hidden", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257])
 def test_gradients_of_each_last_block(always: None, hidden: int) -> None:
-    """Of one head, of which there may be one block, and of three, of whose blocks the last may have no neighbour."""
+    """One head, which may have a single block. Three heads, whose last block may be alone in its cluster."""
     for count in (1, 3):
         _gradients_agree(_operands(200, 136, hidden, count=count))
 
@@ -355,7 +355,7 @@ def test_gradients_of_each_number_of_steps(always: None, dim: int) -> None:
 def test_gradients_with_other_configurations(
     always: None, config: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More units of work than SMs; parts of which the last is smaller, one part; three chunks."""
+    """More units of work than SMs; parts with a smaller last one, and a single part; three chunks."""
     monkeypatch.setattr(heads_backward, "pick_cuda_config", lambda *problem: heads_backward.CudaConfig(*config))
     _gradients_agree(_operands(20_010, 512, 400, count=7))
 
@@ -374,7 +374,7 @@ def test_gradients_with_other_configurations(
 def test_products_with_other_configurations(
     always: None, rows: int, config: heads_backward.ProductsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of x's gradient of which the last is smaller, and one; one chunk, and three, whose sums pass on."""
+    """Parts of x's gradient with a smaller last one, and a single part; one chunk, and three with sums in fp32."""
     monkeypatch.setattr(heads_backward, "pick_products", lambda *problem, possible: possible)
     monkeypatch.setattr(heads_backward, "pick_products_config", lambda *problem: config)
     _gradients_agree(_operands(rows, 512, 400, count=7))
@@ -383,7 +383,7 @@ def test_products_with_other_configurations(
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("rows", [200, 564, 2000])
 def test_products_of_the_library(always: None, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one chunk, beside CUDA C++: w1's gradient is rounded once."""
+    """With a single chunk, and the hidden's gradient in CUDA C++, w1's gradient is rounded once."""
     monkeypatch.setattr(heads_backward, "pick_products", lambda *problem, possible: False)
     for hidden in (203, 208):
         _gradients_agree(_operands(rows, 128, hidden))
@@ -402,7 +402,7 @@ def test_gradients_that_are_needed(always: None, needs: tuple[bool, bool, bool])
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_gradients_of_layouts(always: None) -> None:
-    """Strides of x and w1 that TMA reads, any of w2 and dy; what TMA cannot read goes to Triton."""
+    """Strides of x and w1 that TMA supports, and any of w2 and dy. Operands that TMA cannot read use Triton."""
     tensors = _operands(2200, 128, 200)
     wide = torch.randn(3, 2200, 256, device="cuda", dtype=torch.bfloat16) * 128**-0.5
     for name, t in (
@@ -436,7 +436,8 @@ def test_gradients_repeat_bit_for_bit(always: None) -> None:
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("hidden", [7, 203, 1365])
 def test_an_infinite_gradient_stays_in_its_row(always: None, hidden: int) -> None:
-    """Columns beyond the hidden's end are no 0 · inf, and rows beyond the last no part of dw2."""
+    """Columns past the last one of the hidden must not give 0 · inf = NaN, and rows past the last must not add to
+    dw2."""
     tensors = {n: t.abs().requires_grad_() for n, t in _operands(301, 128, hidden).items()}
     dy = torch.ones(301, 3, 3, device="cuda", dtype=torch.bfloat16)
     dy[1] = torch.inf
@@ -449,7 +450,7 @@ def test_an_infinite_gradient_stays_in_its_row(always: None, hidden: int) -> Non
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("rows", [1, 2, 127, 129, 301])
 def test_an_infinite_weight_reaches_no_row_beyond_the_last(always: None, rows: int) -> None:
-    """w2's gradient is a sum of infinities of one sign. Of rows that fill up a tile it would be 0 · inf."""
+    """w2's gradient is a sum of infinities of one sign. Padding rows of a tile would add 0 · inf = NaN."""
     x, w1, w2 = (t.abs() for t in _operands(rows, 128, 203).values())
     w1[1, 150, 7] = torch.inf
     w2.requires_grad_()

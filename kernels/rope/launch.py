@@ -3,10 +3,9 @@
 
 A public function asks `lean` whether its tensors are plain ones and nothing traces or transforms the call. If so, the
 call goes to a launch plan, which holds the kernel, the configuration, the grid and all arguments but the tensors. Plans
-are kept in `Plans` by their key: the `signature` of each tensor, and the options. All other calls go through
-torch.library. A plan launches through `Launch`, which calls the launcher of the compiled kernel directly. So Triton
-does not bind and hash the arguments again, as in `kernel[grid](...)`: 5.5 us of host time instead of 16 us beside an
-H200.
+are cached in `Plans` by key: the `signature` of each tensor, and the options. All other calls go through torch.library.
+A plan launches through `Launch`, which calls the compiled kernel's launcher directly. Triton's `kernel[grid](...)`
+would bind and hash the arguments again: 16 us of host time instead of 5.5 us, on the host of an H200.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from torch.autograd import forward_ad
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ALIGNMENT = 16  # bytes: what Triton specialises a pointer for, and what TMA and 16-byte loads need
 
-# Called in every call; bound to names here, because looking up a dotted name takes longer than the call.
+# Called on every launch. Bound to module names, because looking up a dotted name takes longer than the function itself.
 _compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transformed = torch._C._are_functorch_transforms_active
 _traced = torch._C._get_tracing_state
 _batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(..., is_grads_batched=True)
-# A PyTorch without CUDA has neither; there only the ahead-of-time build calls them, for device 0.
+# A PyTorch without CUDA has neither function. There only the ahead-of-time build calls them, for device 0.
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
@@ -38,9 +37,9 @@ _RUNTIME = triton.knobs.runtime
 
 
 def lean(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether this is an eager call on plain tensors: not under torch.compile, export, a functorch transform, forward
-    AD, torch.jit.trace, or a dispatch or function mode, and without subclasses, tensors with the negative bit, and
-    batched gradients."""
+    """Whether this is an eager call on plain tensors. False under torch.compile, export, a functorch transform, forward
+    AD, torch.jit.trace, and a dispatch or function mode. False for tensor subclasses, tensors with the negative bit,
+    and batched gradients."""
     if (
         _compiling()  # first, because torch.compile cannot trace what follows
         or _dispatch_modes()
@@ -60,7 +59,7 @@ def lean(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
 
 def signature(tensor: torch.Tensor | None) -> Hashable:
-    """What a plan may depend on in a tensor: shape, strides, dtype, device, and whether it is aligned to 16 bytes."""
+    """The properties of a tensor that a plan may depend on: shape, strides, dtype, device, and 16-byte alignment."""
     if tensor is None:
         return None
     aligned = tensor.data_ptr() % _ALIGNMENT == 0
@@ -71,13 +70,13 @@ _EVERY: list[Plans] = []  # of this folder; the harness counts and drops them
 
 
 def forget() -> None:
-    """Drops every plan of this folder. To be called after a `pick_*` function was replaced, as `tune` and tests do."""
+    """Drops every plan of this folder. Call it after replacing a `pick_*` function, as `tune` and tests do."""
     for plans in _EVERY:
         plans.clear()
 
 
 class Plans(dict):
-    """Plans by key, at most `size`; the one entered first is dropped first. Safe to share between threads."""
+    """A cache of at most `size` plans by key, evicted first in, first out. Safe to share between threads."""
 
     def __init__(self, size: int = 1024) -> None:
         super().__init__()
@@ -85,14 +84,14 @@ class Plans(dict):
         _EVERY.append(self)
 
     def find(self, key: Hashable) -> Any:
-        """The plan of a key, or None; None also where an option cannot be hashed, which the checks then reject."""
+        """The plan of a key, or None. Also None if an option is not hashable; the argument checks then reject it."""
         try:
             return self.get(key)
         except TypeError:
             return None
 
     def keep(self, key: Hashable, plan: Any) -> Any:
-        """Enters a plan and returns it."""
+        """Stores a plan and returns it."""
         while len(self) >= self.size:
             try:
                 del self[next(iter(self))]
@@ -108,11 +107,11 @@ class Launch:
         kernel[grid](*arguments of the call, *fixed, **options)
 
     Arguments of a call are tensors, None and floats. Integers are `fixed`, because Triton specialises a kernel for
-    their values. Tensors must agree with those of the first call in dtype and in alignment to 16 bytes, which the key
-    of a plan ensures: the kernel that the first call compiles reads others wrongly, or ends with "misaligned address".
-    Triton's interpreter would read them all, so they are an AssertionError there. The first call goes through Triton,
-    which compiles. Later ones call the compiled kernel's launcher, unless a launch hook is installed, as by a profiler:
-    these go through Triton too.
+    their values. Tensors must agree with those of the first call in dtype and in 16-byte alignment, which the key of a
+    plan ensures. The kernel that the first call compiles reads other tensors wrongly, or fails with "misaligned
+    address". Triton's interpreter would accept them, so there they raise AssertionError. The first call goes through
+    Triton, which compiles the kernel. Later calls use the compiled kernel's launcher directly. They go through Triton
+    if a hook is installed, for example by a profiler, or if the Triton release is not in _KNOWN.
     """
 
     __slots__ = ("_device", "_fixed", "_grid", "_held", "_kernel", "_options")
@@ -143,7 +142,7 @@ class Launch:
         return call(x, y, z, raw_stream(device), *launched, *arguments, *rest)
 
     def _hold(self, compiled: Any, given: int) -> tuple[Any, ...] | None:
-        """What later calls need of a compiled kernel; None for Triton releases not in _KNOWN."""
+        """The state with which later calls launch the compiled kernel; None for Triton releases not in _KNOWN."""
         function = getattr(compiled, "function", None)
         if _TRITON not in _KNOWN or not isinstance(function, int):
             return None
@@ -153,7 +152,7 @@ class Launch:
         # No launch metadata and no hooks: a call with hooks goes through Triton.
         call, launched = run, (function, metadata, None, None, None)
         if _TRITON == "3.6" and not run.global_scratch_size and not run.profile_scratch_size:
-            # `run` allocates scratch memory where the kernel needs some, and then calls this.
+            # `run` allocates scratch memory if the kernel needs any, and then calls `run.launch`.
             cluster = run.launch_cooperative_grid, run.launch_pdl
             call, launched = run.launch, (function, *cluster, None, None, metadata, None, None, None)
         x, y, z = (*self._grid, 1, 1)[:3]
@@ -161,7 +160,7 @@ class Launch:
 
 
 def _kind(argument: Any) -> Hashable:
-    """What Triton compiles a kernel for in an argument of a call."""
+    """The properties of an argument that Triton specialises a kernel for."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
     return type(argument).__name__

@@ -1,6 +1,6 @@
 # A copy of parts/activation.py, made by `nox -s vendor`: change it there.
-"""The activations and their gradients, in fp32 on the elements of a tile, written so that NaN and inf come out as from
-PyTorch's formulas."""
+"""The activations and their gradients, elementwise in fp32 on a tile. NaN and inf propagate as in PyTorch's
+formulas."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _activation(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _activation_and_gradient(x, dy, ACTIVATION: tl.constexpr):
-    """act(x) and dy · act'(x), which share the exponential."""
+    """(act(x), dy · act'(x)). The two share the exponential."""
     if ACTIVATION == "silu":
         s = _logistic(x)
         y = x * s

@@ -1,5 +1,5 @@
 # A copy of parts/layout.py, made by `nox -s vendor`: change it there.
-"""The dimensions of tensors of one shape, coalesced to rows and columns in the memory order of the first tensor."""
+"""Coalesces the dimensions of tensors of one shape to rows and columns, in the memory order of the first tensor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 @dataclass(frozen=True)
 class Coalesced:
     """Element (r, c) of a tensor is at r · row stride + c · column stride from its start, 0 <= r < rows, 0 <= c < cols.
-    `strides` has (row stride, column stride) of each output and then of each input, in elements. Where `copied` is true
-    for an input, these are the strides of its copy by `in_order_of`, which must be made first."""
+    `strides` has (row stride, column stride) of each output, then of each input, in elements. If `copied` is true for
+    an input, these are the strides of its copy by `in_order_of`, which the caller must make first."""
 
     rows: int
     cols: int
@@ -22,12 +22,12 @@ class Coalesced:
 
     @property
     def transposed(self) -> bool:
-        """Whether some tensor's row stride is less than its column stride: its columns are contiguous, not its rows."""
+        """Whether a tensor's row stride is less than its column stride: its columns are contiguous, not its rows."""
         return self.rows > 1 and any(0 < row < col for row, col in self.strides)
 
     @property
     def aligned(self) -> bool:
-        """Whether all rows are aligned as the first: there is one, or row strides are multiples of 16 elements."""
+        """Whether all rows are aligned like the first: one row, or row strides that are multiples of 16 elements."""
         return self.rows == 1 or all(row % 16 == 0 for row, _ in self.strides)
 
 
@@ -35,10 +35,10 @@ def coalesce(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) ->
     """Rows and columns of the outputs and inputs, in the memory order of the first output. Only shapes and strides are
     read, so an output may be on the meta device.
 
-    Two adjacent dimensions are coalesced where in every tensor the outer stride is the inner stride times the inner
-    size. So dense tensors of equal strides become a single row, whatever the order of their dimensions. Where more than
-    two dimensions are left, the inputs are to be copied into the memory order of the first output. The outputs must
-    have that order already, and no more than two dimensions after coalescing.
+    Two adjacent dimensions are coalesced if in every tensor the outer stride is the inner stride times the inner size.
+    So dense tensors of equal strides become a single row, whatever the order of their dimensions. If more than two
+    dimensions are left, the inputs must be copied into the memory order of the first output. The outputs must have that
+    order already, and no more than two dimensions after coalescing.
     """
     first, shape = outputs[0], outputs[0].shape
     strides = [t.stride() for t in (*outputs, *inputs)]
@@ -53,12 +53,12 @@ def coalesce(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) ->
 
 
 def in_order_of(first: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A dense copy of a tensor in the memory order of another one of its shape and dtype."""
+    """A dense copy of `tensor` in the memory order of `first`, which has the same shape and dtype."""
     return torch.empty_like(first).copy_(tensor)
 
 
 def _coalesced(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
-    """(size, stride of each tensor) of the dimensions that remain, from the first tensor's largest stride on."""
+    """(size, stride of each tensor) of the coalesced dimensions, in descending order of the first tensor's strides."""
     by_dim = list(zip(*strides, strict=True))
     order = sorted((dim for dim, size in enumerate(shape) if size != 1), key=lambda dim: -by_dim[dim][0])
     remaining: list[tuple[int, tuple[int, ...]]] = []

@@ -1,5 +1,5 @@
-"""How the forward of heads that share their input is launched in CUDA C++ (sm90/heads.cuh). Every choice is a pure
-function of the problem and the GPU."""
+"""Launch configurations of the forward of heads that share their input, in CUDA C++ (sm90/heads.cuh). Every choice is a
+pure function of the problem and the GPU."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import triton
 
 BLOCK = 128  # rows of a CTA, and columns of the hidden at a time
-MAX_DIM = 512  # columns of x that a consumer warpgroup has in registers
-MAX_OUT = 8  # columns of y of an mma
+MAX_DIM = 512  # columns of x that a consumer warpgroup keeps in registers
+MAX_OUT = 8  # N of mma.sync: columns of y of a head
 MIN_ROWS = 256
 
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """A unit of work is a tile of rows and `heads` heads. `cluster` CTAs share what they load of w1, in a ring of
-    `stages` steps of 64 columns."""
+    """A unit of work is a tile of rows and `heads` heads. `cluster` CTAs share their loads of w1, in a circular buffer
+    of `stages` pipeline stages of 64 columns."""
 
     heads: int
     cluster: int
@@ -36,11 +36,11 @@ def pick_backend(backend: str, rows: int, possible: bool) -> str:
 def pick_cuda_config(rows: int, heads: int, hidden: int, sms: int) -> CudaConfig:
     """Configuration of the forward in CUDA C++. Pure.
 
-    Two CTAs share w1, which each SM then reads from L2 at 16 bytes a cycle in place of 32. As many heads a unit as make
-    the rounds of all SMs shortest: a unit costs its blocks of the hidden, and about half a block more to load x. For
-    ten heads of 1365 on 132 SMs 205 000 rows are 61 rounds of two heads, 99 % of the SMs' time (13 rounds of ten heads
-    are 93 %), and 5000 rows one round of four. Of equal times the one with the most heads. 13 stages are
-    what shared memory holds beside w2. Estimated, 3.8 to 4.4 ms and 115 us; not searched.
+    Two CTAs share w1, which each SM then reads from L2 at 16 bytes a cycle instead of 32. The number of heads a unit
+    minimises the time of all waves: a unit costs its blocks of the hidden, and about half a block more to load x. For
+    ten heads of 1365 on 132 SMs, 205 000 rows are 61 waves of two heads, 99 % of the SMs' time (13 waves of ten heads
+    are 93 %), and 5000 rows are one wave of four. Among equal times the one with the most heads is chosen. Shared
+    memory holds 13 stages in addition to w2. Estimated, 3.8 to 4.4 ms and 115 us; not searched.
     """
     cluster = 2 if rows > BLOCK else 1
     bands, blocks = triton.cdiv(rows, cluster * BLOCK), triton.cdiv(hidden, BLOCK)

@@ -1,4 +1,4 @@
-"""The large products of the backward by PyTorch (cuBLAS), a chunk of rows at a time."""
+"""The large GEMMs of the backward by PyTorch (cuBLAS), for one chunk of rows at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Optional = torch.Tensor | None
 
 
 def padded(w1: torch.Tensor, pitch: int) -> torch.Tensor:
-    """w1 [K, H, D] as [K · pitch, D], with zeros behind the H rows of each head: what dpre is multiplied with."""
+    """w1 [K, H, D] as [K · pitch, D], with zeros after the H rows of each head, to be multiplied by dpre."""
     heads, hidden, dim = w1.shape
     if hidden == pitch:
         return w1.reshape(-1, dim)
@@ -18,12 +18,13 @@ def padded(w1: torch.Tensor, pitch: int) -> torch.Tensor:
 
 
 def write_dx(dpre: torch.Tensor, w1: torch.Tensor, dx: torch.Tensor) -> None:
-    """dx [rows, D] of these rows, from dpre [rows, K, pitch] and the padded w1."""
+    """Writes dx [rows, D] of a chunk, from dpre [rows, K, pitch] and the padded w1."""
     torch.mm(dpre.flatten(1), w1, out=dx)
 
 
 def add_dw1(dpre: torch.Tensor, x: torch.Tensor, sums: Optional) -> torch.Tensor:
-    """The sums over the chunks before, None for the first, and this one, [K · pitch, D] in fp32, in their place."""
+    """Adds a chunk's dw1 to `sums` over the chunks before, in place, and returns it: [K · pitch, D] in fp32. `sums` is
+    None for the first chunk."""
     wide = dpre.flatten(1).mT
     if sums is None:
         return torch.mm(wide, x, out_dtype=torch.float32)
@@ -31,11 +32,11 @@ def add_dw1(dpre: torch.Tensor, x: torch.Tensor, sums: Optional) -> torch.Tensor
 
 
 def dw1_of(dpre: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The same of a single chunk, rounded once: [K · pitch, D] in the dtype of x."""
+    """dw1 of a single chunk, rounded once: [K · pitch, D] in the dtype of x."""
     return torch.mm(dpre.flatten(1).mT, x)
 
 
 def rounded(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The gradient of w1, contiguous, in its dtype, from [K · pitch, D]."""
+    """The gradient of w1, contiguous, in w1's dtype, from sums [K · pitch, D]."""
     heads, hidden, dim = like.shape
     return sums.view(heads, -1, dim)[:, :hidden].to(like.dtype).contiguous()

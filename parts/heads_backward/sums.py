@@ -1,7 +1,7 @@
-"""The gradients that are sums over the gradient of the hidden, in Triton.
+"""The GEMMs that use the gradient of the hidden, and the sums of partial results, in Triton.
 
 The gradient of the hidden is in memory for a chunk of rows at a time: 232 MB for 8448 rows of 10 heads of 1376 columns.
-It is written once and read twice, 164 us a chunk beside 450 us of products, with which that is overlapped.
+It is written once and read twice. That takes 164 us a chunk, overlapped with 450 us of GEMMs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _heads_dx_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr,
 ):
-    """dx[start + r, d] = Σ_g Σ_h dpre[r, g, h] · w1[g, h, d] for `rows` rows: one sum over all heads, in their order.
-    Neighbouring CTAs share rows of dpre."""
+    """dx[start + r, d] = Σ_g Σ_h dpre[r, g, h] · w1[g, h, d] for `rows` rows: one accumulator over all heads, in order.
+    Consecutive CTAs read the same rows of dpre."""
     tiles = tl.cdiv(dim, BLOCK_N)
     row = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     col, k = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -70,8 +70,8 @@ def _heads_dw1_kernel(
     BLOCK_R: tl.constexpr,
     EVEN_N: tl.constexpr,
 ):
-    """out[g, h, d] = before[g, h, d] + Σ_r dpre[r, g, h] · x[start + r, d] over `rows` rows, in their order, in fp32;
-    [heads, hidden, dim]. before is the fp32 sum over the chunks before, None for the first; out may be the same."""
+    """out[g, h, d] = before[g, h, d] + Σ_r dpre[r, g, h] · x[start + r, d] over `rows` rows, in order, in fp32;
+    [heads, hidden, dim]. before is the fp32 sum over the chunks before, None for the first; out may alias it."""
     tiles_n, tiles_h = tl.cdiv(dim, BLOCK_N), tl.cdiv(hidden, BLOCK_H)
     tile_n, place = tl.program_id(0) % tiles_n, tl.program_id(0) // tiles_n
     head, h = (place // tiles_h).to(tl.int64), place % tiles_h * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -84,7 +84,7 @@ def _heads_dw1_kernel(
         acc = tl.zeros([BLOCK_H, BLOCK_N], dtype=tl.float32)
     else:
         acc = tl.load(before_ptr + at, mask=inside, other=0.0)
-    # In int64: a row of x may be far from the next.
+    # In int64: the row stride of x times BLOCK_R may exceed 2^31.
     step_dpre, step_x = BLOCK_R * tl.cast(heads, tl.int64) * pitch, BLOCK_R * tl.cast(stride_xm, tl.int64)
     for first in tl.range(0, rows, BLOCK_R):
         a_mask, b_mask = row < rows - first, row < rows - first
@@ -105,11 +105,11 @@ def _add_up(parts_ptr, out_ptr, elements, parts, place, BLOCK: tl.constexpr, AT_
     if AT_ONCE == 1:
         from_part = parts_ptr + at
         acc = tl.zeros([BLOCK], dtype=tl.float32)
-        for _ in tl.range(0, parts, loop_unroll_factor=4):  # loads in flight
+        for _ in tl.range(0, parts, loop_unroll_factor=4):  # unrolled to keep loads in flight
             acc += tl.load(from_part, mask=inside, other=0.0)
             from_part += elements
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
-    else:  # of few elements, as of a bias: one after the other would be as many waits
+    else:  # for few elements and many parts, such as a bias: sequential loads would each wait for the memory's latency
         part = tl.arange(0, AT_ONCE)[:, None]
         tile = tl.zeros([AT_ONCE, BLOCK], dtype=tl.float32)
         for first in tl.range(0, parts, AT_ONCE):
@@ -132,8 +132,8 @@ def _heads_sum_kernel(
     AT_ONCE: tl.constexpr,
     MORE_AT_ONCE: tl.constexpr,
 ):
-    """out[i] = Σ_s parts[s, i] in fp32, the parts in their order, or of every AT_ONCE-th part first and then of these
-    sums; and the same of another tensor, unless None."""
+    """out[i] = Σ_s parts[s, i] in fp32. The order is that of the parts or, with AT_ONCE > 1, every AT_ONCE-th part
+    first and then these sums. Likewise for a second tensor, unless None."""
     place = tl.program_id(0)
     if more_parts_ptr is None:
         _add_up(parts_ptr, out_ptr, elements, parts, place, BLOCK, AT_ONCE)

@@ -14,17 +14,17 @@ from . import cuda_driver
 from .cuda_driver import tensor_map
 
 BLOCK_K, THREADS = 64, 384  # of heads.cuh
-W2_BYTES = 4 * BLOCK * MAX_OUT * 2  # of its slots
+W2_BYTES = 4 * BLOCK * MAX_OUT * 2  # of the four pipeline stages of w2
 HALVES = (torch.float16, torch.bfloat16)
 VECTOR = 8  # elements of 16 bytes
-MAX_UNITS = 2**30  # of work; a unit has at least a tile of rows and a head
+MAX_UNITS = 2**30  # units of work; a unit has at least a tile of rows and a head
 
 # Tensor maps of x and w1, and heads.cuh's Heads: w2 and its strides; rows, heads, hidden, dim_out, heads of a unit.
 _LAYOUT = "MM(Pqqqiiiii)"
 
 
 def unsupported_reason(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> str | None:
-    """Why it cannot compute heads of x [rows, D] with these weights, or None."""
+    """Why heads.cuh cannot process x [rows, D] and these weights, or None if it can."""
     (rows, dim), (heads, dim_out, _) = x.shape, w2.shape
     if device_of(x)[0] != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
@@ -40,8 +40,8 @@ def unsupported_reason(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> s
 
 
 def takes(*tensors: torch.Tensor) -> bool:
-    """Whether TMA can read the rows of these: they have elements, are contiguous, start on 16-byte boundaries, and no
-    dimension is expanded (stride 0)."""
+    """Whether TMA can read these tensors: they have elements, their rows are contiguous and start on 16-byte
+    boundaries, and no dimension is expanded (stride 0)."""
     for t in tensors:
         if not t.numel() or t.data_ptr() % 16 or (t.shape[-1] > 1 and t.stride(-1) != 1):
             return False
@@ -61,8 +61,8 @@ def forward_launch(
     activation: str,
     config: CudaConfig,
 ) -> Callable[..., None]:
-    """A launch of `kernel` in `source` on (x, w1, w2, *values) like these; `layout` is that of the values, which are
-    the last parameter of the kernel."""
+    """The launch of `kernel` in `source`, given (x, w1, w2, *values) like these. The values are the members of the
+    kernel's last parameter, a struct with this `layout`."""
     (rows, dim), (heads, hidden, _) = x.shape, w1.shape
     _, sms = device_of(x)
     defines = (
@@ -91,10 +91,10 @@ def forward_launch(
 
 
 def tail_of(hidden: int) -> int:
-    """Columns of the last block of a head."""
+    """Columns of a head's last block, rounded up to a multiple of 32."""
     return -(-((hidden - 1) % BLOCK + 1) // 32) * 32
 
 
 def shared_bytes(config: CudaConfig) -> int:
-    """Of a CTA: the pipeline stages of w1 and of w2, and their barriers."""
+    """Shared memory of a CTA: the pipeline stages of w1 and of w2, and their barriers."""
     return config.stages * (BLOCK * BLOCK_K * 2 + 16) + W2_BYTES + 4 * 16

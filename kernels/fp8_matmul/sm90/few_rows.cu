@@ -43,12 +43,12 @@
 
 constexpr bool BLOCKED = SCALING >= 2;
 constexpr int BLOCK_K = 128, ROWS = 64 * GROUPS, THREADS = 128 * GROUPS + 32;
-constexpr int A_BYTES = COLS * BLOCK_K, B_BYTES = ROWS * BLOCK_K;  // of a step
+constexpr int A_BYTES = COLS * BLOCK_K, B_BYTES = ROWS * BLOCK_K;  // of a pipeline stage
 constexpr int SCALE_B = 4 * COLS;                                  // those of a come first
 constexpr int SCALE_BYTES = BLOCKED ? SCALE_B + 4 * (SCALING == 3 ? ROWS : 4) : 0;
 constexpr int B_RING = STAGES * A_BYTES, S_RING = B_RING + STAGES * B_BYTES;
-constexpr int FULL = S_RING + STAGES * SCALE_BYTES, EMPTY = FULL + 8 * STAGES;  // where barriers lie
-constexpr int PITCH = ROWS + 4;  // of sums in shared memory: a warp's stores fall into different banks
+constexpr int FULL = S_RING + STAGES * SCALE_BYTES, EMPTY = FULL + 8 * STAGES;  // offsets of the barriers
+constexpr int PITCH = ROWS + 4;  // of accumulators in shared memory, without bank conflicts
 static_assert(SCALING >= 1 && SCALING <= 3 && GROUPS <= 4, "SCALING is 1 to 3, and a CTA has two 128 x 128 blocks of b at most");
 static_assert(4 * COLS * PITCH <= S_RING, "sums take the place of operands");
 
@@ -64,7 +64,7 @@ struct Problem {
 
 struct Tile {
     int row, column;  // of y
-    int first, last;  // blocks of k
+    int first, last;  // K-blocks
 };
 
 DEVICE Tile find_tile(const Problem& p) {
@@ -179,7 +179,7 @@ DEVICE void multiply(float (&sums)[COLS / 2], u32 smem, int steps, int group) {
 
 // ---- Epilogue -----------------------------------------------------------------------------------------------------
 
-constexpr int SHARE = ROWS / CLUSTER;  // columns of y that a CTA adds up
+constexpr int SHARE = ROWS / CLUSTER;  // columns of y that a CTA reduces
 
 // Prefetches what the epilogue reads into L2, overlapped with the main loop.
 DEVICE void prefetch(const Problem& p, const Tile& tile) {
@@ -256,11 +256,11 @@ fp8_matmul_few_rows(const __grid_constant__ TensorMap a_map, const __grid_consta
         produce(problem, &a_map, &b_map, tile, smem);
     }
     __syncwarp();
-    __syncthreads();  // the rings have been read
+    __syncthreads();  // all pipeline stages have been read
     if (group < GROUPS) leave(sums, (float*)shared);
     __syncthreads();
     cluster_sync();
     add(problem, tile, smem);
     __syncwarp();
-    cluster_leave();  // others have read this CTA's sums
+    cluster_leave();  // the other CTAs have read this CTA's accumulators
 }

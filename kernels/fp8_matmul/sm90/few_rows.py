@@ -25,7 +25,7 @@ def launch(
     strides: tuple[int, ...],
     config: FewConfig,
 ) -> Callable[..., None]:
-    """As `products.launch`; `scaling` is SCALING of few_rows.cu, which begins at 1."""
+    """Like `products.launch`, for few_rows.cu, whose SCALING begins at 1."""
     (rows, depth), cols = a.shape, b.shape[0]
     defines = (
         f"SCALING={scaling}",

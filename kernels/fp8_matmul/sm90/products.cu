@@ -56,8 +56,8 @@ constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
 
 constexpr bool BLOCKED = SCALING >= 2;
 static_assert(BLOCKED || BLOCK_N == (SCALING ? 128 : 256), "with 192 columns an epilogue with scales spills");
-constexpr int SCALES = STAGES * OPERAND_BYTES;  // where a ring of scales lies
-constexpr int FULL = SCALES + STAGES * (BLOCKED ? SCALE_BYTES : 0);  // and barriers
+constexpr int SCALES = STAGES * OPERAND_BYTES;  // offset of the scales' circular buffer
+constexpr int FULL = SCALES + STAGES * (BLOCKED ? SCALE_BYTES : 0);  // offset of the barriers
 constexpr int EMPTY = FULL + 8 * STAGES, TURN = EMPTY + 8 * STAGES;
 
 struct Problem {
@@ -128,7 +128,7 @@ DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b
 
 // Releases a stage to the producers of the cluster, after the whole warp has read it.
 DEVICE void release(u32 smem, int slot) {
-    if (BLOCKED) fence_reads();  // of scales
+    if (BLOCKED) fence_reads();  // of the scales
     else __syncwarp();
     arrive_at_all(smem + EMPTY + 8 * slot);
 }
@@ -210,7 +210,7 @@ DEVICE void store_halves(char* to, u32 (&w)[4], bool inside) {
 
 DEVICE void store_tile(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer) {
     constexpr int BYTES = OUT32 ? 4 : 2;
-    const int first = (OUT32 ? 2 : 8) * (threadIdx.x % 4);  // of the columns that this thread stores
+    const int first = (OUT32 ? 2 : 8) * (threadIdx.x % 4);  // first column that this thread stores
     const int columns = a.cols - tile.column - first;
     finish(a, tile, sums, consumer);
 #pragma unroll
@@ -271,7 +271,7 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
     Turn turn(smem + TURN, consumer);
     float sums[SUMS], d[SETS][SUMS];
     clear(sums);
-    bool passed = false;  // the turn that belongs to the last start
+    bool passed = false;  // whether the turn of the last start() was passed on
     start(d[0], smem, ring, turn, left, consumer);
 #pragma unroll 1
     while (place < tiles) {
@@ -290,10 +290,10 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
             if (there && SCALING < 3) release(smem, slot);
             if (SETS == 2) start(d[1 - set], smem, ring, turn, left, consumer);
             promote(sums, d[set], rows, scales);
-            if (there && SCALING == 3) release(smem, slot);  // its columns' scales were read there
+            if (there && SCALING == 3) release(smem, slot);  // b's scales were read from this stage
             if (SETS == 1) start(d[0], smem, ring, turn, left, consumer);
             if (there && --steps_left == 0) {
-                turn.pass(), passed = true;  // the other must not wait for the epilogue
+                turn.pass(), passed = true;  // so that the other consumer does not wait for the epilogue
                 store_tile(a, find_tile(a, place), sums, consumer);
                 clear(sums);
                 steps_left = steps, place += stride;
@@ -301,7 +301,7 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
         }
     }
     wgmma_wait<0>();
-    if (!passed) turn.pass();  // the other's last start, whose result nothing uses, waits for it
+    if (!passed) turn.pass();  // the other consumer's last start(), whose result is unused, waits for it
 }
 #endif
 

@@ -21,7 +21,7 @@ Optional = torch.Tensor | None
 
 
 def unsupported_reason(scale_a: torch.Tensor, scale_b: torch.Tensor, capability: tuple[int, int]) -> str | None:
-    """Why it does not support these scales or this GPU, or None."""
+    """Why CUDA C++ does not support these scales or this GPU, or None if it does."""
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if scale_a.dtype != torch.float32 or scale_b.dtype != torch.float32:

@@ -175,7 +175,7 @@ DEVICE void keep_rows(u32 (&a)[16 * STEPS], u32 smem, int group, RowRing& ring) 
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 16; i++)
             load_blocks(a + 16 * step + 4 * i, at + ((2 * i + lane / 16 ^ row % 8) << 4));
-        fence_async();  // TMA writes there next, in a proxy of its own
+        fence_async();  // TMA overwrites the stage next, through the async proxy
         fence_reads();
         if (lane == 0) bar_arrive(smem + A_EMPTY + 8 * slot);
     }
@@ -186,8 +186,8 @@ DEVICE void keep_rows(u32 (&a)[16 * STEPS], u32 smem, int group, RowRing& ring) 
 template <int SUMS, class Meanwhile>
 DEVICE void multiply(float (&d)[SUMS], const u32 (&a)[16 * STEPS], u32 smem, Ring& ring, int group,
                      const Meanwhile& meanwhile) {
-    constexpr int B_STEP = B_TRANS ? 16 * 128 / 16 : 32 / 16;  // of 16 terms in b's description
-    constexpr int LAST = STEPS < IN_FLIGHT ? STEPS : IN_FLIGHT;  // steps that are in flight in the end
+    constexpr int B_STEP = B_TRANS ? 16 * 128 / 16 : 32 / 16;  // advance of b's descriptor for 16 of K
+    constexpr int LAST = STEPS < IN_FLIGHT ? STEPS : IN_FLIGHT;  // K-blocks in flight after the loop
     named_wait(1 + group);
 #pragma unroll
     for (int step = 0; step < STEPS; step++, ring.next()) {
@@ -234,7 +234,7 @@ DEVICE void work(const Problem& p, const u32 (&a)[16 * STEPS], char* shared, u32
 // first rows and weights are loaded. A warp copies some pairs of columns of a row, whose loads are in flight together:
 // 512 rows of 1376 columns are one iteration of 1024 of 1056 warps.
 DEVICE void copy_weight(const Problem& p) {
-    constexpr int EACH = 12, WARPS = 4 * CONSUMERS;  // pairs of a lane
+    constexpr int EACH = 12, WARPS = 4 * CONSUMERS;  // EACH: pairs of columns of a lane
     const int pairs = p.pitch / 2, of_row = (pairs - 1) / (32 * EACH) + 1, warp = threadIdx.x / 32 - 4;
     const u64 units = (u64)p.copied_rows * of_row;
 #pragma unroll 1
@@ -310,10 +310,10 @@ fused_mlp_narrow(const __grid_constant__ TensorMap a_map, const __grid_constant_
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(232));
-        if (group == 2) named_arrive(1);  // the first turn is the first's
+        if (group == 2) named_arrive(1);  // the first consumer issues its main loop first
         if (EPILOGUE == ACT || EPILOGUE == GATE) copy_weight(p);
         consume(p, shared, smem, group - 1);
-        if (group == 1) named_wait(1);  // for the last turn that the other has given
+        if (group == 1) named_wait(1);  // consumes the second consumer's last arrival
     }
     __syncwarp();
     cluster_sync();

@@ -15,19 +15,19 @@ from .cuda_driver import address
 
 BLOCK_M, BLOCK_K, ROWS, THREADS = 128, 64, 64, 384  # of narrow.cu
 ACT, GATE, DACT, DGATE = range(4)  # epilogues of narrow.cu
-LOADED = {ACT: 0, GATE: 0, DACT: 1, DGATE: 2}  # tensors that come into the tiles first
+LOADED = {ACT: 0, GATE: 0, DACT: 1, DGATE: 2}  # number of tensors that are loaded into the epilogue's tiles
 MAX_TERMS = configs.MAX_NARROW
 
-# Tensor maps of a, b and b_more, of pre and gate, and of three tensors of the result; narrow.cu's Problem: the bias and
-# its stride; a weight that is copied, the copy, and the weight's strides; rows, cols, pitch; rows of the weight.
+# Tensor maps of a, b and b_more, of pre and gate, and of three result tensors; narrow.cu's Problem: the bias and its
+# stride; the weight that is copied, the copy, and the weight's strides; rows, cols, pitch; rows of the weight.
 _LAYOUT = "MMMMMMMM(PqPPqqiiii)"
 
 Optional = torch.Tensor | None
 
 
 def takes(a: torch.Tensor, b: torch.Tensor, b_more: Optional = None) -> bool:
-    """Whether it supports a [rows, K] times b [columns, K], and at the same time b_more: small K, rows of a
-    contiguous, both weights contiguous along the same dimension, all on 16-byte boundaries."""
+    """Whether narrow.cu can multiply a [rows, K] by b [columns, K] and b_more: K is small, rows of a are contiguous,
+    both weights are contiguous along the same dimension, all on 16-byte boundaries."""
     alike = b_more is None or (b_more.stride(1) == 1) == (b.stride(1) == 1)
     return 0 < a.shape[1] <= MAX_TERMS and a.stride(1) == 1 and alike and products.takes(a, b, b_more)
 
@@ -42,8 +42,8 @@ def hidden_launch(
     copied: Optional = None,
 ) -> Callable[..., None]:
     """Writes hidden, pre and gate [rows, pitch], given (x, w1, w_gate, b1, hidden, pre, gate, w2, copy). `written` says
-    whether the hidden is, and whether pre and gate are; what is not may be None. With `copied`, a weight like w2, that
-    is copied to rows with a pitch as well; else both are None."""
+    whether the hidden is stored, and whether pre and gate are; a tensor that is not may be None. If `copied` is a
+    weight like w2, w2 is copied to padded rows as well; else w2 and copy are None."""
     hidden, kept = written
     wanted = (hidden, kept, kept and w_gate is not None)
     product = _Product(x, w1, ACT if w_gate is None else GATE, activation, w1.shape[0], wanted, w_gate, b1, copied)
@@ -68,7 +68,7 @@ def dhidden_launch(
     dy: torch.Tensor, w2: torch.Tensor, hidden: int, gated: bool, activation: str, written: tuple[bool, bool, bool]
 ) -> Callable[..., None]:
     """Writes dpre, dgate and the hidden [rows, pitch], given (dy, w2, pre, gate, dpre, dgate, hidden). `written` says
-    which of them are; what is not may be None."""
+    which of the three are stored; a tensor that is not may be None."""
     for_pre, for_gate, for_w2 = written
     wanted = (for_pre, for_gate, for_w2) if gated else (for_pre, for_w2, False)
     product = _Product(dy, w2.mT, DGATE if gated else DACT, activation, hidden, wanted)
@@ -89,8 +89,8 @@ def dhidden_launch(
 
 
 class _Product:
-    """A launch of the kernel: a [rows, K] times b [columns, K], of which `cols` columns are stored, in rows of a
-    pitch. `written` are the epilogue's tensors, in the order of narrow.cu."""
+    """A launch of narrow.cu: the GEMM a [rows, K] times b [columns, K], with `cols` columns of the result, padded to
+    the pitch. `written` says which of the epilogue's tensors are stored, in the order of narrow.cu."""
 
     def __init__(
         self,
@@ -150,8 +150,8 @@ class _Product:
         copy: Optional,
         *written: Optional,
     ) -> None:
-        """`pre` and `gate` are read; `written` are the epilogue's tensors, and `copy` is written beside them."""
-        from_a = self._a_map(a.data_ptr())  # also for what is not there, whose map the kernel does not use
+        """`pre` and `gate` are read. `written` are the epilogue's tensors. `copy` receives the copy of `copied`."""
+        from_a = self._a_map(a.data_ptr())  # also a placeholder for absent tensors, whose map the kernel does not use
         b_map, b_more_map = self._b_maps
         from_b = b_map(b.data_ptr()), from_a if b_more is None else b_more_map(b_more.data_ptr())
         read = (from_a if t is None else self._result_map(t.data_ptr()) for t in (pre, gate))
@@ -164,10 +164,11 @@ class _Product:
 
 
 def tail_of(pitch: int, columns: int) -> int:
-    """Columns of the last block, a multiple of 32."""
+    """Columns of the last block, rounded up to a multiple of 32."""
     return -(-((pitch - 1) % columns + 1) // 32) * 32
 
 
 def sizes_of(epilogue: int, stores: int) -> tuple[int, int]:
-    """Weights that b is made of, and tensors that have a tile: those that are loaded, or stored (bits of `stores`)."""
+    """The number of weights in b, and of tensors that have a tile: those that are loaded or stored (bits of
+    `stores`)."""
     return 2 if epilogue == GATE else 1, (stores | (1 << LOADED[epilogue]) - 1).bit_count()

@@ -8,9 +8,9 @@
 enum Epilogue { ACT, GATE, DACT, DGATE };
 
 constexpr int BLOCK_M = 128, BLOCK_K = 64, CONSUMERS = 2, ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
-constexpr int WEIGHTS = EPILOGUE == GATE ? 2 : 1;  // of which b is made, COLUMNS of each
+constexpr int WEIGHTS = EPILOGUE == GATE ? 2 : 1;  // weights in b, COLUMNS of each
 constexpr int PANEL = ROWS * 128;                  // bytes of 64 rows of 64 columns
-constexpr int IN_FLIGHT = 128 / (WEIGHTS * COLUMNS);  // steps that are multiplied while the next is waited for
+constexpr int IN_FLIGHT = 128 / (WEIGHTS * COLUMNS);  // K-blocks whose wgmmas stay in flight
 static_assert(IN_FLIGHT == 1 || IN_FLIGHT == 2);
 constexpr int WEIGHT_BYTES = COLUMNS * BLOCK_K * 2, STEP_BYTES = WEIGHTS * WEIGHT_BYTES;
 
@@ -24,24 +24,24 @@ __device__ constexpr int place_of(int tensor) {
     const int before = USED & (1 << tensor) - 1;
     return (before & 1) + (before >> 1 & 1) + (before >> 2 & 1);
 }
-constexpr int TILES = place_of(TENSORS);  // of a consumer
+constexpr int TILES = place_of(TENSORS);  // epilogue tiles of a consumer
 
 // Shared memory layout.
 constexpr int A_RING = STAGES * STEP_BYTES, TILE = A_RING + A_STAGES * PANEL;
-constexpr int BIASES = TILE + CONSUMERS * TILES * TILE_BYTES;  // fp32, COLUMNS of a consumer
+constexpr int BIASES = TILE + CONSUMERS * TILES * TILE_BYTES;  // fp32, COLUMNS for each consumer
 constexpr int FULL = BIASES + CONSUMERS * COLUMNS * 4, EMPTY = FULL + 8 * STAGES;
 constexpr int A_FULL = EMPTY + 8 * STAGES, A_EMPTY = A_FULL + 8 * CONSUMERS * A_STAGES;
 constexpr int READY = A_EMPTY + 8 * A_STAGES, STAGED = READY + 8 * CONSUMERS;
-constexpr int AHEAD = 3;  // blocks before its use that a is requested for L2
+constexpr int AHEAD = 3;  // how many blocks before its use a is prefetched into L2
 static_assert(STAGES >= STEPS && (A_STAGES & A_STAGES - 1) == 0 && THREADS == 384);
 
 struct Problem {
     const u16* bias;
     u64 bias_stride;
-    const u16* copied;  // [copied_rows, cols], of which `copy` has rows of `pitch` elements
+    const u16* copied;  // [copied_rows, cols]; `copy` has rows of `pitch` elements
     u16* copy;
     u64 copied_strides[2];
-    int rows, cols, pitch;  // of the result, whose tensors have rows of `pitch` elements
+    int rows, cols, pitch;  // of the result; its tensors have rows of `pitch` elements
     int copied_rows;
 };
 
@@ -52,7 +52,7 @@ struct Maps {
 // ---- Blocks -------------------------------------------------------------------------------------------------------
 
 struct Range {
-    int first, last, columns;  // blocks of this cluster; blocks of a row tile
+    int first, last, columns;  // this cluster's blocks; number of blocks of a row tile
 };
 
 DEVICE Range range_of(const Problem& p) {

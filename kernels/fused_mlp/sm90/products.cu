@@ -69,29 +69,29 @@ enum Epilogue { PLAIN, ACT, GATE, DACT, DGATE, PARTS };
 
 constexpr int BLOCK_M = 128, BLOCK_K = 64, HALF = BLOCK_M / 2;           // HALF: rows of a wgmma
 constexpr int CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1);
-constexpr int HALVES = TURNS ? 2 : 1;                                    // of a tile's rows, which a consumer has
-constexpr int COLUMNS = EPILOGUE == GATE ? BLOCK_N / 2 : BLOCK_N;        // of the result that a tile has
+constexpr int HALVES = TURNS ? 2 : 1;                                    // 64-row halves that a consumer computes
+constexpr int COLUMNS = EPILOGUE == GATE ? BLOCK_N / 2 : BLOCK_N;        // columns of the result in a tile
 constexpr int PANEL = BLOCK_K * 128;                                     // bytes of BLOCK_K rows of 64 columns
-constexpr int PANELS = (BLOCK_N + 63) / 64;                              // of b, if transposed
+constexpr int PANELS = (BLOCK_N + 63) / 64;                              // panels of b, if it is N-major
 constexpr int A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = B_TRANS ? PANELS * PANEL : BLOCK_N * BLOCK_K * 2;
 constexpr int STEP_BYTES = A_BYTES + B_BYTES;
-constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;     // where barriers lie
+constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;     // offsets of the barriers
 constexpr int PRODUCER_REGISTERS = TURNS ? 24 : 40, CONSUMER_REGISTERS = TURNS ? 240 : 232;
 static_assert(STEP_BYTES % 1024 == 0 && !(EPILOGUE == GATE && B_TRANS));
 
 struct Problem {
-    void* out;               // 16 bits, or of PARTS fp32
+    void* out;               // 16 bits; fp32 with PARTS
     u16 *pre, *gate;         // written by ACT and GATE unless null; read by DACT and DGATE
     u16 *dpre, *dgate;       // written by DACT and DGATE unless null, as `out` is
     const u16* bias;         // or null
     u64 bias_stride;
     int rows, cols, pitch;   // of the result; all of its tensors have rows of `pitch` elements
-    int steps, parts, part;  // of the sum, the number of its parts, and the steps of one
+    int steps, parts, part;  // K-blocks, split-K partitions, and K-blocks of a partition
 };
 
 struct Tile {
-    int row, column, part;   // of the result; part of the sum
-    int first, last;         // steps of it
+    int row, column, part;   // of the result; split-K partition
+    int first, last;         // K-blocks of the partition
 };
 
 // ---- Tiles --------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ DEVICE void load_step(const TensorMap* a, const TensorMap* b, const TensorMap* b
         tma_load(to, a, k, tile.row, 0, 0, bar);
     }
     to += A_BYTES;
-    if (EPILOGUE == GATE) {  // of two CTAs each loads one of the weights
+    if (EPILOGUE == GATE) {  // each of two CTAs loads one of the weights
         if (cluster_rank() == 0) tma_multicast(to, b, k, tile.column, bar);
         if (cluster_rank() == CLUSTER - 1) tma_multicast(to + B_BYTES / 2, b_more, k, tile.column, bar);
     } else if (B_TRANS) {
@@ -207,7 +207,7 @@ template <int N> DEVICE void add_bias(const Problem& p, const Tile& tile, float 
 
 // Two adjacent columns of a row, which an epilogue processes at a time.
 struct Pair {
-    u32 out, pre, gate, dgate;  // pre and gate are read, or written; of DACT and DGATE pre then is dpre
+    u32 out, pre, gate, dgate;  // pre and gate are read, or written; with DACT and DGATE pre becomes dpre
 };
 
 DEVICE void finish_pair(float x, float y, float gate_x, float gate_y, Pair& pair) {
@@ -330,7 +330,7 @@ DEVICE void work(const Problem& p, const Tile& tile, u32 smem, Ring& ring, int f
 }
 
 DEVICE void consume(const Problem& p, u32 smem) {
-    const int consumer = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);  // anew, so that it takes no register meanwhile
+    const int consumer = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);  // recomputed: it occupies no register until here
     const int tiles = tiles_of(p), clusters = gridDim.x / CLUSTER, first = TURNS ? 0 : consumer * HALF;
     Ring ring;
     int place = blockIdx.x / CLUSTER + (TURNS ? consumer * clusters : 0);

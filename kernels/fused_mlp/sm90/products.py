@@ -19,14 +19,14 @@ HALVES = (torch.float16, torch.bfloat16)
 VECTOR = 8  # elements of 16 bytes
 
 # Tensor maps of a, b, a_more and b_more, and products.cu's Problem: out, pre, gate, dpre, dgate, bias; the bias's
-# stride; rows, cols, pitch, steps, parts, part.
+# stride; rows, cols, pitch, K-blocks, split-K partitions, K-blocks of a partition.
 _LAYOUT = "MMMM(PPPPPPqiiiiii)"
 
 Optional = torch.Tensor | None
 
 
 def missing(x: torch.Tensor) -> str | None:
-    """Why nothing of x's dtype and device can be computed by products.cu, or None."""
+    """Why products.cu does not support x's dtype or device, or None if it does."""
     if device_of(x)[0] != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if x.dtype not in HALVES:
@@ -35,7 +35,7 @@ def missing(x: torch.Tensor) -> str | None:
 
 
 def takes(*matrices: Optional) -> bool:
-    """Whether these are operands that TMA can read: rows or columns contiguous, on 16-byte boundaries."""
+    """Whether TMA can read these matrices: rows or columns are contiguous and start on 16-byte boundaries."""
     for t in matrices:
         if t is None:
             continue
@@ -68,7 +68,7 @@ def hidden_launch(
 
 
 def rows_launch(a: torch.Tensor, b: torch.Tensor, b_gate: Optional, bias: Optional) -> Callable[..., None]:
-    """Writes out [rows, cols], given (a, b, a_gate, b_gate, bias, out)."""
+    """Writes out [rows, cols] = a · bᵀ + a_gate · b_gateᵀ + bias, given (a, b, a_gate, b_gate, bias, out)."""
     cols = b.shape[0]
     start = _Product(a, b, PLAIN, "silu", cols, cols, b_more=b_gate, two=b_gate is not None, bias=bias)
 
@@ -102,7 +102,7 @@ def dhidden_launch(
 
 
 def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> Callable[..., None]:
-    """Writes a gradient [cols, depth], contiguous, given (a, b, out): aᵀ · b over their rows."""
+    """Writes a gradient [cols, depth] = aᵀ · b, contiguous, given (a, b, out). K is the number of rows."""
     rows, device, (_, sms) = a.shape[0], a.device, device_of(a)
     steps = -(-rows // BLOCK_K)
     tiles = -(-cols // BLOCK_M) * -(-depth // 256)
@@ -123,7 +123,7 @@ def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> C
 
 
 class _Product:
-    """A launch of the kernel: a [rows, K] times b [columns, K], of which `rows` by `cols` of the result are stored, in
+    """A launch of products.cu: the GEMM a [rows, K] times b [columns, K], with a result of `rows` by `cols` elements in
     rows of `pitch` elements."""
 
     def __init__(
@@ -143,13 +143,14 @@ class _Product:
         part: int | None = None,
     ) -> None:
         rows, terms, device = a.shape[0] if rows is None else rows, a.shape[1], a.device
-        a_rows, b_rows = a.stride(1) != 1, b.stride(1) != 1  # contiguous along the rows, or columns, of the result
+        a_rows, b_rows = a.stride(1) != 1, b.stride(1) != 1  # whether a is M-major, and b N-major
         steps, (_, sms) = -(-terms // BLOCK_K), device_of(a)
         config = configs.pick_cuda_config(
             rows, pitch, steps * (1 + two), parts, EPILOGUES[epilogue], sms, activation == "gelu"
         )
         columns = config.block_n // 2 if epilogue == GATE else config.block_n
-        # Of b a CTA of a cluster loads for all of them some columns, or some terms, or of two weights one.
+        # Each CTA of a cluster multicasts its share of b: some columns, some of K if b is N-major, or one of two
+        # weights.
         box = BLOCK_K // config.cluster if b_rows else columns // (1 if epilogue == GATE else config.cluster)
         a_map, b_map = matrix_map(a, BLOCK_K if a_rows else BLOCK_M, a_rows), matrix_map(b, box, b_rows)
         self._maps = a_map, b_map, a_map, b_map if b_more is None else matrix_map(b_more, box, b_rows)
@@ -182,11 +183,11 @@ class _Product:
 
 
 def shared_bytes(config: configs.CudaConfig) -> int:
-    """Of a CTA: the pipeline stages of both operands, and their barriers."""
+    """Shared memory of a CTA: the pipeline stages of both operands, and their barriers."""
     return config.stages * configs.cuda_step_bytes(config.block_n)
 
 
 def matrix_map(t: torch.Tensor, block: int, transposed: bool = False) -> cuda_driver.TensorMap:
-    """The tensor map of a matrix in memory order, in boxes of `block` rows by 64 columns."""
+    """The tensor map of a matrix, or of its transpose if that is row-major, in boxes of `block` rows by 64 columns."""
     stored = t.mT if transposed else t
     return tensor_map(stored[None, None], stored.shape[0], block)

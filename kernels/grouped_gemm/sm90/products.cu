@@ -49,8 +49,8 @@
 
 constexpr int BLOCK_M = 128, BLOCK_K = 64;
 constexpr int CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1);
-constexpr int ROWS = TURNS ? BLOCK_M : BLOCK_M / CONSUMERS;  // of a tile, that a consumer has
-static_assert(TURNS ? BLOCK_N <= 192 : BLOCK_N == 256);      // sums that fit into a consumer's registers
+constexpr int ROWS = TURNS ? BLOCK_M : BLOCK_M / CONSUMERS;  // rows of a tile that a consumer computes
+static_assert(TURNS ? BLOCK_N <= 192 : BLOCK_N == 256);      // accumulators must fit into a consumer's registers
 typedef float Sums[ROWS / 64][BLOCK_N / 2];
 
 #include "cluster.cuh"
@@ -64,12 +64,12 @@ typedef float Sums[ROWS / 64][BLOCK_N / 2];
 #include "wgmma_widths.cuh"
 
 constexpr int A_TRANS = WEIGHTS, B_TRANS = WEIGHTS || B_TRANSPOSED;
-constexpr bool B_HALVES = TURNS && !WEIGHTS;  // of the terms of b, if transposed, each CTA of a cluster loads its share
+constexpr bool B_HALVES = TURNS && !WEIGHTS;  // the CTAs of a cluster split an N-major b along K
 constexpr int PANEL = BLOCK_K * 128;          // bytes of BLOCK_K rows of 64 columns
-constexpr int PANELS = (BLOCK_N + 63) / 64;   // of b, if transposed
+constexpr int PANELS = (BLOCK_N + 63) / 64;   // panels of b, if it is N-major
 constexpr int A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = B_TRANS ? PANELS * PANEL : BLOCK_N * BLOCK_K * 2;
 constexpr int STEP_BYTES = A_BYTES + B_BYTES;
-constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;  // where barriers lie
+constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;  // offsets of the barriers
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
 struct Ring {
@@ -88,7 +88,7 @@ struct Ring {
 
 // Issues the loads of b for one K-block: this CTA's share, multicast to both of the cluster, or all of it for itself.
 template <bool SHARED> DEVICE void load_b(const TensorMap* map, const Tile& tile, int k, u32 to, u32 bar) {
-    constexpr int BOX = B_TRANS ? 64 : BLOCK_N / CLUSTER;                      // columns of a box, and its terms
+    constexpr int BOX = B_TRANS ? 64 : BLOCK_N / CLUSTER;                      // columns of a box, and its extent in K
     constexpr int TERMS = B_TRANS && B_HALVES ? BLOCK_K / CLUSTER : BLOCK_K;
     constexpr int BOXES = (BLOCK_N + BOX - 1) / BOX * (BLOCK_K / TERMS);
     const int group = WEIGHTS ? 0 : tile.group;
@@ -195,7 +195,7 @@ DEVICE void skip(u32 smem, Ring& ring, int terms) {
 #pragma unroll 1
     for (int k = 0; k < terms; k += BLOCK_K, ring.next()) {
         bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
-        __syncwarp();  // a lane that still waits would miss this phase once the slot is given back
+        __syncwarp();  // a lane that still waits would miss this phase once the stage is released
         release(smem, ring.slot);
     }
 }
@@ -231,7 +231,7 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
             } else {
                 multiply_rows<128>(d, smem, ring, tile, consumer);
             }
-            next = next_tile(a, round + 1, places);  // its entry of the table comes while the sums leave
+            next = next_tile(a, round + 1, places);  // the load of its table entry overlaps the stores
             if (!idle) {
                 add_bias(a, tile, d);
 #pragma unroll

@@ -19,7 +19,8 @@ _LAYOUT = "MM(PPPqqqqiiii)"
 
 
 def rows_unsupported_reason(a: torch.Tensor, b: torch.Tensor, block_m: int, capability: tuple[int, int]) -> str | None:
-    """Why it cannot multiply a [rows, depth] with b [groups, cols, depth] in tiles of `block_m` rows, or None."""
+    """Why products.cu cannot multiply a [rows, depth] by b [groups, cols, depth] in tiles of `block_m` rows, or None if
+    it can."""
     if block_m != BLOCK_M:
         return f"it takes tiles of {BLOCK_M} rows, for groups of more than {BLOCK_M // 2} rows on average"
     if a.numel() and a.stride(1) != 1:
@@ -30,7 +31,7 @@ def rows_unsupported_reason(a: torch.Tensor, b: torch.Tensor, block_m: int, capa
 def weights_unsupported_reason(
     dy: torch.Tensor, x: torch.Tensor, dweights: torch.Tensor, capability: tuple[int, int]
 ) -> str | None:
-    """Why it cannot compute a gradient with the layout of `dweights`, or None."""
+    """Why products.cu cannot compute a weights' gradient with the layout of `dweights`, or None if it can."""
     if x.numel() and dy.numel() and (dy.stride(1) != 1 or x.stride(1) != 1):
         return "it wants rows that are contiguous"
     return _unsupported_reason(capability, dy, x, dweights)
@@ -44,7 +45,7 @@ def _unsupported_reason(capability: tuple[int, int], *tensors: torch.Tensor) -> 
     if not all(t.numel() for t in tensors):
         return "it takes no empty tensors"
     for t in tensors:
-        # The stride of a dimension of one element is arbitrary. A stride of 0 is one of TMA's that it does not take.
+        # The stride of a dimension of size 1 is arbitrary. TMA does not support a stride of 0.
         strides = [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
         in_vectors = all(stride > 0 and stride % VECTOR == 0 for stride in strides if stride != 1)
         if 1 not in t.stride()[-2:] or not in_vectors or any(size % VECTOR for size in _inner_sizes(t)):
@@ -55,13 +56,13 @@ def _unsupported_reason(capability: tuple[int, int], *tensors: torch.Tensor) -> 
 
 
 def _inner_sizes(t: torch.Tensor) -> tuple[int, ...]:
-    """The sizes that must be whole vectors: of a matrix of rows its columns, of weights both dimensions."""
+    """The sizes that must be whole vectors: the columns of a matrix of rows; both dimensions of weights."""
     return (t.shape[1],) if t.dim() == 2 else tuple(t.shape[1:])
 
 
 def rows_launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, config: CudaConfig) -> Callable[..., None]:
-    """Writes out [rows, cols], given (a, b's weights, bias, table, out) like these, for which `rows_unsupported_reason`
-    is None."""
+    """Writes out [rows, cols], given (a, weights viewed as b, bias, table, out) like these. Requires that
+    `rows_unsupported_reason` is None."""
     (rows, depth), (groups, cols, _) = a.shape, b.shape
     transposed = b.stride(2) != 1
     maps = (
@@ -85,8 +86,8 @@ def rows_launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, con
 def weights_launch(
     dy: torch.Tensor, x: torch.Tensor, dweights: torch.Tensor, config: CudaConfig
 ) -> Callable[..., None]:
-    """Writes dweights, given (dy, x, table, dweights) like these, for which `weights_unsupported_reason` is None. Where
-    dweights [G, N, K] is contiguous along N, its transpose is computed."""
+    """Writes dweights, given (dy, x, table, dweights) like these. Requires that `weights_unsupported_reason` is None.
+    If dweights [G, N, K] is contiguous along N, its transpose is computed."""
     swapped = dweights.stride(2) != 1
     a, b, out = (x, dy, dweights.mT) if swapped else (dy, x, dweights)
     groups, rows, cols = out.shape
@@ -111,7 +112,8 @@ def _start(
     strides: tuple[int, ...],
     sizes: tuple[int, ...],
 ) -> Callable[..., None]:
-    """Launches the kernel for at most `tiles` tiles, or clusters of them, given (a, b, bias, table, out)."""
+    """Launches the kernel, given (a, b, bias, table, out). `tiles` is an upper bound on the tiles, counted in
+    clusters."""
     chosen = defines(config, weights=weights, transposed=transposed, fp16=a.dtype == torch.float16)
     device, shared = a.device, shared_bytes(config)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -124,7 +126,7 @@ def _start(
     def start(
         a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor, out: torch.Tensor
     ) -> None:
-        if table.data_ptr() % 16:  # it may have been saved elsewhere, and is read in vectors
+        if table.data_ptr() % 16:  # saved-tensor hooks may have moved the table, which is read in 16-byte vectors
             table = table.clone()
         launch(
             a_map(a.data_ptr()),
@@ -140,7 +142,7 @@ def _start(
 
 
 def defines(config: CudaConfig, *, weights: bool, transposed: bool, fp16: bool) -> tuple[str, ...]:
-    """The defines of products.cu."""
+    """The preprocessor defines of products.cu."""
     return (
         f"WEIGHTS={int(weights)}",
         f"FP16={int(fp16)}",
@@ -154,5 +156,5 @@ def defines(config: CudaConfig, *, weights: bool, transposed: bool, fp16: bool) 
 
 
 def shared_bytes(config: CudaConfig) -> int:
-    """Of a CTA: the pipeline stages of both operands, and their barriers."""
+    """Shared memory of a CTA: the pipeline stages of both operands, and their barriers."""
     return config.stages * cuda_step_bytes(config.block_n)

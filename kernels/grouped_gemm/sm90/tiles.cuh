@@ -12,14 +12,14 @@ struct Problem {
     u64 out_row, out_group;   // strides in elements; the columns of out are contiguous
     u64 bias_group, bias_column;
     int groups, rows, cols;   // of out, or with WEIGHTS of each of its matrices
-    int depth;                // without WEIGHTS: terms of a sum
+    int depth;                // without WEIGHTS: K
 };
 
 struct Tile {
     int group, row, column;   // of out
-    int rows;                 // how many of BLOCK_M are there, none or less of a cluster's second tile beyond the end
-    int first, terms;         // of the sum; terms are those of both tiles of a cluster
-    bool shares;              // b with the other tile of the cluster
+    int rows;                 // rows of the tile in bounds; none or fewer if a cluster's second tile is out of bounds
+    int first, terms;         // first k, and K: of both tiles of a cluster
+    bool shares;              // whether it shares b with the cluster's other tile
 };
 
 DEVICE int clusters() { return gridDim.x / CLUSTER; }

@@ -62,14 +62,14 @@ constexpr int BOX_COLUMNS = OUT32 ? 32 : 64, BOX_BYTES = ROWS * 128, BOXES = WEI
 // What a stage contains besides operands and scales: which K elements of the K-block belong to the tile's group, and,
 // for the last K-block of a tile, where the tile is stored.
 struct alignas(16) Step {
-    int first, end;  // of the terms of the sum, from this step's first on
+    int first, end;  // range of k in the tile's group, relative to this K-block
     int flags, rows;
     int group, row, column, unused;
 };
 enum StepFlags { LAST = 1, NO_TERMS = 2, STOP = 4 };
 
 constexpr int STAGING = STAGES * OPERAND_BYTES, SCALES = STAGING + CONSUMERS * BOXES * BOX_BYTES;
-constexpr int STEPS = SCALES + STAGES * SCALE_BYTES;                                    // where the rings lie
+constexpr int STEPS = SCALES + STAGES * SCALE_BYTES;                                    // offsets of the buffers
 constexpr int FULL = STEPS + STAGES * (int)sizeof(Step), EMPTY = FULL + 8 * STAGES, TURN = EMPTY + 8 * STAGES;
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b
 
 // Releases a stage to the producers of the cluster, after the whole warp has read it.
 DEVICE void release(u32 smem, int slot) {
-    fence_reads();  // of scales
+    fence_reads();  // of the scales
     arrive_at_all(smem + EMPTY + 8 * slot);
 }
 
@@ -204,7 +204,7 @@ DEVICE void store_halves(char* to, u32 (&w)[4], bool inside) {
 // Stores the rows of y that belong to the tile's group.
 DEVICE void store_rows(const Problem& a, const Step& tile, const float (&sums)[SUMS], int consumer) {
     constexpr int BYTES = OUT32 ? 4 : 2;
-    const int first = (OUT32 ? 2 : 8) * (threadIdx.x % 4);  // of the columns that this thread stores
+    const int first = (OUT32 ? 2 : 8) * (threadIdx.x % 4);  // first column that this thread stores
     const int columns = a.cols - tile.column - first;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -321,7 +321,7 @@ DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int co
     Turn turn(smem + TURN, consumer);
     float sums[SUMS], d[SETS][SUMS];
     clear(sums);
-    bool passed = false;  // the turn that belongs to the last start
+    bool passed = false;  // whether the turn of the last start() was passed on
     int flags = start(d[0], smem, ring, turn, 0, consumer);
 #pragma unroll 1
     while (!(flags & STOP)) {
@@ -347,13 +347,13 @@ DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int co
             }
             if (SETS == 1) flags = start(d[0], smem, ring, turn, own, consumer);
             if (there && own & LAST) {
-                turn.pass(), passed = true;  // the other must not wait for the epilogue
+                turn.pass(), passed = true;  // so that the other consumer does not wait for the epilogue
                 finish_tile(a, out_map, smem, tile, sums, consumer);
             }
         }
     }
     wgmma_wait<0>();
-    if (!passed) turn.pass();  // the other's last start, whose result nothing uses, waits for it
+    if (!passed) turn.pass();  // the other consumer's last start(), whose result is unused, waits for it
     if (WEIGHTS) bulk_wait_read();
 }
 

@@ -11,8 +11,8 @@ from . import cuda_driver
 from .cuda_driver import tensor_map
 
 BLOCK_M, BLOCK_K, THREADS = 128, 128, 384  # of products.cu
-BOX_ROWS, BOX_BYTES = 64, 128  # of what TMA stores of a gradient
-STEP_BYTES = 32  # what a step says of its tile
+BOX_ROWS, BOX_BYTES = 64, 128  # TMA box in which a gradient is stored
+STEP_BYTES = 32  # sizeof(Step) of products.cu
 
 # Parameters of products.cu: three tensor maps, then Problem: table, out, scales; strides of scales; groups, rows, cols,
 # depth.
@@ -22,7 +22,7 @@ Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.
 
 
 def unsupported_reason(a: torch.Tensor, b: torch.Tensor, capability: tuple[int, int]) -> str | None:
-    """Why it does not support this GPU, or None."""
+    """Why products.cu does not support this GPU, or None if it does."""
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     return cuda_driver.no_compiler()
@@ -120,7 +120,7 @@ def _start(
         launch(
             of_a,
             b_map(b.data_ptr()),
-            of_a if out_map is None else out_map(out.data_ptr()),  # which the forward does not read
+            of_a if out_map is None else out_map(out.data_ptr()),  # a placeholder in the forward, which does not use it
             table.data_ptr(),
             out.data_ptr(),
             scale_a.data_ptr(),

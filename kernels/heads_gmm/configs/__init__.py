@@ -1,6 +1,6 @@
-"""How heads_gmm is launched: every choice is a pure function of the problem and the GPU. Those of the backward's
-products are in heads_backward.py, those of the forward in CUDA C++ in heads_forward.py; what was tried is in
-EXPERIMENTS.md."""
+"""Launch configurations of heads_gmm: every choice is a pure function of the problem and the GPU. heads_backward.py has
+those of the backward's GEMMs, heads_forward.py those of the forward in CUDA C++. EXPERIMENTS.md lists the alternatives
+that were tried."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .heads_backward import fit
 from .heads_forward import pick_backend as pick_backend
 
 PARAMETER_BYTES = 12  # of a row and head, in fp32
-LOSS_BLOCK = 256  # rows of a CTA that joins statistics, of many
-MAX_LOSS_BLOCK = 1024  # the same where one CTA has all of them
+LOSS_BLOCK = 256  # rows of a CTA that combines statistics, if there are several CTAs
+MAX_LOSS_BLOCK = 1024  # the most rows that a single CTA combines
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def pick_fwd_config(
 ) -> FwdConfig:
     """Configuration of the forward. Pure. On Hopper, measured on one H200: 128 rows by 256 columns and two heads per
     CTA for many rows, 7.70 ms for 205 000 (five heads 7.94, ten 8.36; 64 by 128 8.8); 64 by 128 and one head per CTA
-    for few, 212 us for 5000 (two heads 282). Elsewhere, not measured: as many heads per CTA as still give two CTAs per
-    SM; fp32 has all operands of a K-block in registers, and spills with 4 warps."""
+    for few, 212 us for 5000 (two heads 282). On other GPUs, not measured: as many heads per CTA as still give two CTAs
+    per SM. fp32 keeps all operands of a K-block in registers, and spills with 4 warps."""
     if not aligned or dtype == torch.float32 or dim <= 64:
         block_m, warps = fit(rows, 32 if dim <= 64 else 64), 8 if dtype == torch.float32 else 4
         return FwdConfig(block_m, fit(hidden, 32), fit(dim, 32), _heads(rows, block_m, heads, sms), 2, warps)
@@ -71,9 +71,9 @@ def pick_loss_block(rows: int) -> int:
 
 def pick_save(save: str, heads: int, dim: int, dtype: torch.dtype) -> bool:
     """Whether the parameters of the mixture are saved for the backward. Pure. "auto" saves them if they need at most an
-    eighth of the bytes of x, which is saved in any case: 120 bytes a row beside 1024 for ten heads of 512 columns in 16
-    bits. Without them the backward recomputes the forward's GEMM: by the records of one H200 it then takes 1.3 to 1.4
-    times as long from 5000 rows on."""
+    eighth of the bytes of x, which is saved in any case: for ten heads of 512 columns in 16 bits, 120 bytes a row and
+    1024 of x. Without them the backward recomputes the forward's GEMM: by the records of one H200 it then takes 1.3 to
+    1.4 times as long from 5000 rows on."""
     small = 8 * PARAMETER_BYTES * heads <= dim * dtype.itemsize
     return save == "parameters" or (save == "auto" and small)
 

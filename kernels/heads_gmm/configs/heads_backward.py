@@ -1,6 +1,6 @@
 # A copy of parts/configs/heads_backward.py, made by `nox -s vendor`: change it there.
-"""How the backward of heads that share their input is launched. Every choice is a pure function of the problem and the
-GPU."""
+"""Launch configurations of the backward of heads that share their input. Every choice is a pure function of the problem
+and the GPU."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import torch
 import triton
 
-MIN_BLOCK = 16  # what tl.dot takes
+MIN_BLOCK = 16  # minimum of tl.dot
 PITCH = 16  # elements: rows of the hidden's gradient are whole vectors
 CHUNK_ROWS = 8448
 BLOCK = 128  # rows of a tile, and columns of the hidden of a CTA, in CUDA C++
-BLOCK_N, STEP = 256, 64  # columns of x of a tile, and terms of a step, of the products in CUDA C++
+BLOCK_N, STEP = 256, 64  # columns of x of a tile, and K of a K-block, of the GEMMs in CUDA C++ (heads_products.cu)
 MIN_ROWS = 128
 
 
 @dataclass(frozen=True)
 class DhiddenConfig:
-    """A CTA takes `block_h` columns of a head and `tiles` tiles of `block_m` rows, which follow each other."""
+    """A CTA processes `block_h` columns of a head and `tiles` consecutive tiles of `block_m` rows."""
 
     block_m: int
     block_h: int
@@ -31,8 +31,8 @@ class DhiddenConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """A unit of work is a block of columns of the hidden and `tiles` tiles of rows. `cluster` CTAs, which have blocks
-    that follow each other, share what they load of x, in a ring of `stages` steps of 64 columns."""
+    """A unit of work is a block of columns of the hidden and `tiles` tiles of rows. `cluster` CTAs have consecutive
+    blocks and share their loads of x, in a circular buffer of `stages` pipeline stages of 64 columns."""
 
     tiles: int
     cluster: int
@@ -41,9 +41,10 @@ class CudaConfig:
 
 @dataclass(frozen=True)
 class ProductsConfig:
-    """x's gradient is the sum of parts of `dx_heads` heads each, 0 where it is not needed; `dw1`: whether w1's is.
-    `cluster` CTAs have tiles below each other, or `beside` each other in x's gradient, and rings of `stages` steps of
-    64 terms. The clusters with one unit of x's gradient less have `ahead` of w1's before the others have any."""
+    """x's gradient is the sum of split-K partitions of `dx_heads` heads each, 0 if it is not needed. `dw1`: whether
+    w1's is needed. `cluster` CTAs have vertically adjacent tiles or, with `beside`, horizontally adjacent ones of x's
+    gradient. Each has `stages` pipeline stages of 64 of K. Clusters with one unit of x's gradient fewer get `ahead`
+    units of w1's before the others get any."""
 
     dx_heads: int
     dw1: bool
@@ -55,7 +56,7 @@ class ProductsConfig:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """A CTA computes a tile of `block_m` by `block_n` of a gradient, `block_k` terms at a time."""
+    """A CTA computes a tile of `block_m` by `block_n` of a gradient, in K-blocks of `block_k`."""
 
     block_m: int
     block_n: int
@@ -65,27 +66,27 @@ class TileConfig:
 
 
 def pick_chunk_rows(rows: int, heads: int, hidden: int) -> int:
-    """Rows of which the hidden's gradient is in memory at a time. Pure. 8448 rows of 512 columns are 132 tiles of 128 x
-    256, one for each SM. Each chunk also reads and writes the fp32 sums of w1's gradient: 56 MB for ten heads of 1365.
-    Twice the rows would halve that, and take 465 MB instead of 232; estimated, 2 % of the time."""
+    """Rows of a chunk: the hidden's gradient is in memory for one chunk at a time. Pure. 8448 rows of 512 columns are
+    132 tiles of 128 x 256, one for each SM. Each chunk also reads and writes the fp32 sums of w1's gradient: 56 MB for
+    ten heads of 1365. Twice the rows would halve that (estimated, 2 % of the time), but need 465 MB instead of 232."""
     return min(max(1, rows), CHUNK_ROWS)
 
 
 def pick_cuda(rows: int, possible: bool) -> bool:
-    """Whether the gradient of the hidden is made in CUDA C++; `possible`: it can be. Pure. In an exploration
-    on one H200, ten heads of 512 to 1365 to 3, the backward of 564 rows took 112 us with it and 164 with Triton's. Down
-    to a tile of rows a unit of work is the same, so that fewer should not take longer; not measured."""
+    """Whether CUDA C++ computes the gradient of the hidden; `possible`: it can. Pure. In an exploration on one H200,
+    ten heads of 512 -> 1365 -> 3, the backward of 564 rows took 112 us with CUDA C++ and 164 with Triton. Down to one
+    tile of rows a unit of work is the same, so that fewer rows should not take longer; not measured."""
     return possible and rows > MIN_ROWS
 
 
 def pick_cuda_config(rows: int, heads: int, hidden: int, sms: int) -> CudaConfig:
     """Configuration of the hidden's gradient in CUDA C++. Pure.
 
-    As many tiles of rows a unit as make the rounds of all SMs shortest: a unit costs its tiles, and about half a tile
-    more to load w1. Of ten heads of 1365 there are 55 pairs of blocks, for 66 pairs of SMs: 8448 rows are six parts of
-    eleven tiles, five rounds in which no SM is idle, and 5000 rows six parts of seven. Of equal times the one with
-    the most tiles, which are the fewest parts. 11 stages are what shared memory holds beside dpre and dy. Estimated,
-    not measured.
+    The number of row tiles a unit minimises the time of all waves: a unit costs its tiles, and about half a tile more
+    to load w1. Ten heads of 1365 are 55 pairs of blocks, for 66 pairs of SMs. So 8448 rows are six parts of eleven
+    tiles: five waves in which no SM is idle. 5000 rows are six parts of seven tiles. Among equal times the one with the
+    most tiles is chosen, which has the fewest parts. Shared memory holds 11 stages in addition to dpre and dy.
+    Estimated, not measured.
     """
     blocks, bands = heads * triton.cdiv(hidden, BLOCK), triton.cdiv(rows, BLOCK)
     cluster = 2 if blocks > 1 else 1
@@ -98,24 +99,24 @@ def pick_cuda_config(rows: int, heads: int, hidden: int, sms: int) -> CudaConfig
 
 
 def pick_products(rows: int, dim: int, possible: bool) -> bool:
-    """Whether the products of the hidden's gradient are made in CUDA C++ too; `possible`: the hidden's gradient is.
-    Pure. For a single chunk, w1's gradient of which is rounded where it is stored. Estimated for ten heads of 512 to
-    1365 to 3 on one H200: 30 us for 564 rows, 230 for 5000. More chunks are cuBLAS's.
-    Rows of w1's gradient are stored in vectors of 16 bytes."""
+    """Whether CUDA C++ also computes the GEMMs that use the hidden's gradient; `possible`: it computes that gradient.
+    Pure. Only for a single chunk, where w1's gradient is rounded as it is stored; several chunks use cuBLAS. Estimated
+    for ten heads of 512 -> 1365 -> 3 on one H200: 30 us for 564 rows, 230 for 5000. Rows of w1's gradient are stored in
+    vectors of 16 bytes."""
     return possible and rows <= CHUNK_ROWS and dim % 8 == 0
 
 
 def pick_products_config(
     rows: int, dim: int, heads: int, hidden: int, sms: int, need_x: bool, need_w1: bool
 ) -> ProductsConfig:
-    """Configuration of the products in CUDA C++. Pure.
+    """Configuration of the GEMMs in CUDA C++ (heads_products.cu). Pure.
 
-    The one whose longest cluster is shortest, in steps of 64 terms of a tile, a tile costing one more, or two in fp32.
-    Parts of x's gradient are read again: a launch is 5 steps, and each part 4. For ten heads of 512 to 1365, 564 rows
-    are five parts, 51 steps and 25 to add them up, and 5000 one part, 301 steps. Of equal times the one with the fewest
-    parts. 4 stages are what shared memory holds. Single CTAs: on one H200 the backward of 564 rows took 67 us with five
-    parts (76 in clusters of two) and 77 with ten, in clusters of two that divide x's columns; that of 5000 rows 384 and
-    387 (EXPERIMENTS.md).
+    Minimises the time of the slowest cluster, in units of one K-block of 64. Storing a tile costs one more, or two in
+    fp32. Partial sums of x's gradient are read again: that launch costs 5, and each part 4. For ten heads of 512 ->
+    1365, 564 rows are five parts, 51 K-blocks and 25 to add the parts up; 5000 rows are one part, 301 K-blocks. Among
+    equal times the one with the fewest parts is chosen. Shared memory holds 4 stages. CTAs are not in clusters: on one
+    H200 the backward of 564 rows took 67 us with five parts (76 in clusters of two) and 77 with ten, in clusters of two
+    that divide x's columns; that of 5000 rows 384 and 387 (EXPERIMENTS.md).
     """
     sizes = (1, *(n for n in range(2, heads) if triton.cdiv(heads, n) < triton.cdiv(heads, n - 1)), heads)
     candidates = [
@@ -127,7 +128,7 @@ def pick_products_config(
 
 
 def products_units(rows: int, dim: int, heads: int, hidden: int, config: ProductsConfig) -> tuple[int, int]:
-    """Units of work of x's gradient and of w1's: tiles of as many CTAs as a cluster has. Pure."""
+    """Units of work of x's gradient and of w1's. A unit is one tile for each CTA of a cluster. Pure."""
     tiles, bands, cluster = triton.cdiv(dim, BLOCK_N), triton.cdiv(rows, BLOCK), config.cluster
     of_part = tiles // cluster * bands if config.beside else tiles * triton.cdiv(bands, cluster)
     of_x = of_part * triton.cdiv(heads, config.dx_heads) if config.dx_heads else 0
@@ -135,13 +136,13 @@ def products_units(rows: int, dim: int, heads: int, hidden: int, config: Product
 
 
 def _rounds_ahead(rows: int, hidden: int, dx_heads: int) -> tuple[int, ...]:
-    """None, or about as many tiles of w1's gradient as take as long as one of x's."""
+    """Candidates for `ahead`: 0, and the numbers of tiles of w1's gradient that take about as long as one of x's."""
     equal = dx_heads * triton.cdiv(hidden, STEP) // (triton.cdiv(rows, STEP) + 1)
     return (0, *range(max(1, equal - 1), equal + 2))
 
 
 def _products_time(rows: int, dim: int, heads: int, hidden: int, sms: int, config: ProductsConfig) -> float:
-    """Of the products and the sum of parts, in steps, as pick_products_config reckons."""
+    """Estimated time of the GEMMs and of the sum of parts, in K-blocks, by the model in pick_products_config."""
     of_x, of_w1 = products_units(rows, dim, heads, hidden, config)
     clusters = max(1, min(sms // config.cluster, of_x + of_w1))
     parts = triton.cdiv(heads, config.dx_heads) if config.dx_heads else 1
@@ -156,14 +157,14 @@ def _products_time(rows: int, dim: int, heads: int, hidden: int, sms: int, confi
 
 
 def pick_library(rows: int, dtype: torch.dtype, on_gpu: bool) -> bool:
-    """Whether cuBLAS makes the products of the hidden's gradient where Triton writes that. Pure. Triton's products
-    reach some 290 TFLOP/s; measured on one H200, the backward of 500 rows takes 189 us with cuBLAS, 207 without. cuBLAS
-    may be set to round fp32 operands to tf32."""
+    """Whether cuBLAS computes the GEMMs that use the hidden's gradient, where Triton computes that gradient. Pure.
+    Triton's GEMMs reach some 290 TFLOP/s. Measured on one H200, the backward of 500 rows takes 189 us with cuBLAS, 207
+    without. Not for fp32, since cuBLAS may be set to round fp32 operands to tf32."""
     return on_gpu and dtype != torch.float32 and rows >= 256
 
 
 def pick_pitch(hidden: int) -> int:
-    """Elements of a row of the hidden's gradient. Pure."""
+    """The pitch of the hidden's gradient, in elements. Pure."""
     return triton.cdiv(hidden, PITCH) * PITCH
 
 
@@ -177,9 +178,9 @@ def pick_dhidden_config(
     capability: tuple[int, int],
     sms: int,
 ) -> DhiddenConfig:
-    """Configuration of the hidden's gradient. Pure. Row tiles follow each other in a CTA as long as there are four CTAs
-    to each SM, so that there are few parts of w2's gradient. 128 columns in place of 64, measured on one H200 with the
-    products by cuBLAS: 205 000 rows take 22.4 ms in place of 26.5, 5000 879 us in place of 726."""
+    """Configuration of the hidden's gradient in Triton. Pure. A CTA processes several row tiles, as long as there are
+    four CTAs for each SM: so w2's gradient has few parts. 128 columns instead of 64, measured on one H200 with the
+    GEMMs by cuBLAS: 205 000 rows take 22.4 ms instead of 26.5, 5000 rows 879 us instead of 726."""
     if not aligned or dtype == torch.float32 or dim <= 64:
         block_m, block_h, block_k, stages, warps = (
             fit(rows, 32),
@@ -199,7 +200,8 @@ def pick_dhidden_config(
 def pick_dx_config(
     rows: int, dim: int, aligned: bool, dtype: torch.dtype, capability: tuple[int, int], sms: int
 ) -> TileConfig:
-    """Configuration of x's gradient, a sum over all heads. Pure. Smaller tiles where large ones leave SMs idle."""
+    """Configuration of x's gradient in Triton, a sum over all heads. Pure. Tiles are smaller if large ones would leave
+    SMs idle."""
     if not aligned or dtype == torch.float32:
         return TileConfig(fit(rows, 64), fit(dim, 64), 16, stages=2, num_warps=4)
     if capability < (9, 0):
@@ -213,7 +215,7 @@ def pick_dx_config(
 def pick_dw1_config(
     rows: int, dim: int, hidden: int, aligned: bool, dtype: torch.dtype, capability: tuple[int, int]
 ) -> TileConfig:
-    """Configuration of w1's gradient, `block_m` being columns of the hidden and `block_k` rows. Pure."""
+    """Configuration of w1's gradient in Triton. `block_m` counts columns of the hidden, `block_k` rows. Pure."""
     if not aligned or dtype == torch.float32:
         return TileConfig(fit(hidden, 64), fit(dim, 64), fit(rows, 32), stages=2, num_warps=4)
     block_k, stages = (32, 4) if capability < (9, 0) else (64, 3)
@@ -221,5 +223,5 @@ def pick_dw1_config(
 
 
 def fit(size: int, most: int) -> int:
-    """The block of a dimension: `most`, or what a smaller dimension fills."""
+    """The block size of a dimension: `most`, or the next power of two if the dimension is smaller."""
     return max(MIN_BLOCK, min(most, triton.next_power_of_2(max(1, size))))

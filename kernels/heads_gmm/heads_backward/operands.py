@@ -1,5 +1,5 @@
 # A copy of parts/heads_backward/operands.py, made by `nox -s vendor`: change it there.
-"""What launches of heads depend on in their operands."""
+"""Properties of operands and device on which the launches of heads depend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 
 def device_of(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of SMs; in the interpreter those of an sm_80, with few SMs."""
+    """Compute capability and number of SMs; in the interpreter those of an sm_80 with 2 SMs."""
     if not tensor.is_cuda:
         return (8, 0), 2
     properties = torch.cuda.get_device_properties(tensor.device)

@@ -1,4 +1,4 @@
-"""The forward of heads_gmm for Hopper in CUDA C++ (forward.cu): its launch."""
+"""The launch of heads_gmm's forward for Hopper in CUDA C++ (forward.cu)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def launch(
     config: CudaConfig,
     first: int = 0,
 ) -> Callable[..., None]:
-    """Returns a function of (x, w1, w2, bias, y, statistics, parameters), with the properties of these, that writes
+    """Returns a function of (x, w1, w2, bias, y, statistics, parameters), for tensors like these, that writes
     statistics [groups, rows, 4] and parameters [rows, K, 3], each unless None. x [rows, D] and y are read from row
-    `first` on. `heads.unsupported_reason` is None."""
+    `first` on. Requires that `heads.unsupported_reason` is None."""
     start = forward_launch("forward.cu", "heads_gmm_forward", _LAYOUT, x, w1, w2, activation, config)
     stride_bg, stride_bo = (0, 0) if bias is None else bias.stride()
     stride_y = y.stride(0)

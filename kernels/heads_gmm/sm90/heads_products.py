@@ -19,22 +19,22 @@ Optional = torch.Tensor | None
 BLOCK_K = 64  # of heads_products.cu: rows and columns of a box
 STEP_BYTES = (configs.BLOCK + configs.BLOCK_N) * BLOCK_K * 2
 # Tensor maps of dpre, w1 and x, and heads_products.cu's Products: parts, dx, sums, dw1; rows, heads, hidden, dim; heads
-# of a part of dx, K of dw1, whether CTAs' tiles of dx are horizontally adjacent, rounds of dw1 that go first, whether
+# of a part of dx, K of dw1, whether CTAs' tiles of dx are horizontally adjacent, units of dw1 that go first, whether
 # sums are added to.
 _LAYOUT = "MMM(PPPPiiiiiiiii)"
 
 
 def launch(start: int, rows: int, x: torch.Tensor, w1: torch.Tensor, config: ProductsConfig) -> Callable[..., None]:
-    """For the `rows` rows of x from `start` on, given (dpre, x, w1, parts, dx, sums, dw1, add) like these:
+    """The launch for the `rows` rows of x from `start` on, given (dpre, x, w1, parts, dx, sums, dw1, add) like these:
 
-    parts  of x's gradient, [parts, rows, D] in fp32, or None
-    dx     these rows of x's gradient, written where parts is None
-    sums   over chunks of w1's gradient, [K, H, D] in fp32, or None
+    parts  partial sums of x's gradient, [parts, rows, D] in fp32, or None
+    dx     these rows of x's gradient, written if parts is None
+    sums   w1's gradient summed over the chunks, [K, H, D] in fp32, or None
     dw1    w1's gradient, or None: then the sums are written
-    add    whether the sums are those of the chunks before, to add to
+    add    whether `sums` holds the sums of the chunks before, which are added
 
-    What config leaves out is not written. D is a multiple of 8; parts, dx, sums and dw1 are contiguous;
-    `heads.unsupported_reason` is None."""
+    A gradient that `config` leaves out is not written. D is a multiple of 8; parts, dx, sums and dw1 are contiguous.
+    Requires that `heads.unsupported_reason` is None."""
     (heads, hidden, dim), (_, sms) = w1.shape, device_of(x)
     shared = shared_bytes(config)
     with torch.cuda.device_of(x):
@@ -73,5 +73,5 @@ def defines(config: ProductsConfig, dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def shared_bytes(config: ProductsConfig) -> int:
-    """Of a CTA: the pipeline stages and their barriers."""
+    """Shared memory of a CTA: the pipeline stages and their barriers."""
     return config.stages * (STEP_BYTES + 16)

@@ -1,5 +1,6 @@
-"""How heads_mlp is launched: every choice is a pure function of the problem and the GPU. Those of the backward are in
-heads_backward.py, those of the forward in CUDA C++ in heads_forward.py; what was tried is in EXPERIMENTS.md."""
+"""Launch configurations of heads_mlp: every choice is a pure function of the problem and the GPU. heads_backward.py has
+those of the backward, heads_forward.py those of the forward in CUDA C++. EXPERIMENTS.md lists the alternatives that
+were tried."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from .heads_forward import pick_backend as pick_backend
 @dataclass(frozen=True)
 class FwdConfig:
     """A CTA computes `block_m` rows and `heads` heads, in blocks of `block_h` hidden columns, with K-blocks of
-    `block_k`. `resident`: x is loaded once for all of them."""
+    `block_k`. `resident`: x is loaded once for all blocks."""
 
     block_m: int
     block_h: int
@@ -36,9 +37,9 @@ def pick_fwd_config(
     capability: tuple[int, int],
     sms: int,
 ) -> FwdConfig:
-    """Configuration of the forward. Pure. Small tensors are in one block. On Hopper, measured on one H200: 128 rows by
-    256 columns with half the heads per CTA are 12 % faster than 128 by 128 for 205 000 rows; 64 by 128 with one head
-    per CTA 15 % faster for 5000. Reading x again from L2 is faster than keeping it. Elsewhere, not measured: as many
+    """Configuration of the forward. Pure. x is resident if D <= 64. On Hopper, measured on one H200: 128 rows by 256
+    columns with half the heads per CTA are 12 % faster than 128 by 128 for 205 000 rows; 64 by 128 with one head per
+    CTA 15 % faster for 5000. Reading x again from L2 is faster than keeping it. On other GPUs, not measured: as many
     heads per CTA as still give two CTAs per SM."""
     if dim <= 64:
         block_m, block_h = fit(rows, 32), fit(hidden, 32)

@@ -1,6 +1,6 @@
 # A copy of parts/heads_backward/dhidden.py, made by `nox -s vendor`: change it there.
-"""The gradient of the hidden of K feed-forward layers of one input, in Triton, and the product it shares with the
-forward."""
+"""The gradient of the hidden of K feed-forward layers of one input, in Triton, and the GEMM main loop that it shares
+with the forward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..activation import _activation_and_gradient
 
-# What changes from call to call comes first, then integers, then constexprs: see `Launch`.
+# Arguments that change from call to call come first, then integers, then constexprs: see `Launch`.
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def rows_times_weight(
 ):
     """Σ_k a · b in fp32. from_a [BLOCK_M, 1] and from_b [1, BLOCK_N] point to k = 0."""
     k = tl.arange(0, BLOCK_K)
-    # The stride of a transposed operand is its number of rows: times BLOCK_K that may exceed 2^31.
+    # In int64: a transposed operand's stride times BLOCK_K may exceed 2^31.
     step_a, step_b = BLOCK_K * tl.cast(stride_ak, tl.int64), BLOCK_K * tl.cast(stride_bk, tl.int64)
     from_a += k.to(tl.int64)[None, :] * stride_ak
     from_b += k.to(tl.int64)[:, None] * stride_bk
@@ -80,14 +80,14 @@ def _heads_dhidden_kernel(
     BLOCK_O: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """For the `rows` rows of x from `start` on, and of dy from its first on, both unless None:
+    """Computes, for the `rows` rows of x from `start` on and the first `rows` rows of dy, those that are not None:
 
         dpre[r, g, h] = act'(pre) · Σ_o dy[r, g, o] · w2[g, o, h], pre = w1[g] · x[r]   [rows, heads, pitch], 0 for
                                                                                         h >= hidden
         dw2[s, g, o, h] = Σ over the rows r of part s of dy[r, g, o] · act(pre)         [parts, heads, dim_out, hidden]
 
-    A CTA takes BLOCK_H columns of a head and the rows of a part: `part` rows, in their order. Parts are numbered from
-    `first_part` on.
+    A CTA processes BLOCK_H columns of a head and the rows of a split-K partition, `part` rows, in order. Partitions are
+    numbered from `first_part` on.
     """
     tiles = tl.cdiv(pitch, BLOCK_H)
     split, place = tl.program_id(0) // (heads * tiles), tl.program_id(0) % (heads * tiles)
@@ -115,11 +115,11 @@ def _heads_dhidden_kernel(
         dh = tl.dot(dy, w2, input_precision="ieee")
         h, dpre = _activation_and_gradient(pre, dh, ACTIVATION)
         if dpre_ptr is not None:
-            dpre = tl.where(col_mask, dpre, 0.0)  # beyond the hidden's end it is NaN where dy is inf: inf · 0
+            dpre = tl.where(col_mask, dpre, 0.0)  # past the last column it is NaN if dy is inf: inf · 0
             to = dpre_ptr + (row.to(tl.int64)[:, None] * heads + head) * pitch + col[None, :]
             tl.store(to, dpre.to(dpre_ptr.dtype.element_ty), mask=row_mask & (col < pitch)[None, :])
         if dw2_ptr is not None:
-            h = tl.where(row_mask, h, 0.0)  # beyond the last row it is NaN where w1 is not finite: inf · 0
+            h = tl.where(row_mask, h, 0.0)  # past the last row it is NaN if w1 is not finite: inf · 0
             acc = tl.dot(tl.trans(h.to(dy.dtype)), dy, acc, input_precision="ieee")
     if dw2_ptr is not None:
         to = dw2_ptr + (((first_part + split) * heads + head) * dim_out + out_col[None, :]) * hidden + col[:, None]

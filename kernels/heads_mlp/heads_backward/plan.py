@@ -1,11 +1,12 @@
 # A copy of parts/heads_backward/plan.py, made by `nox -s vendor`: change it there.
-"""The backward of K feed-forward layers of one input: launches and products, given the gradient of their results.
+"""The backward of K feed-forward layers of one input: its launches, given the gradient of the results.
 
     y[r, g] = w2[g] · act(w1[g] · x[r])
 
-Rows are taken in chunks, so that the gradient of the hidden is in memory for one chunk at a time. For each, one kernel
-writes it, in CUDA C++ on Hopper and in Triton elsewhere, of which two products make the gradient of x and terms of that
-of w1: in one launch of CUDA C++, by cuBLAS, or in Triton. All sums have a fixed order.
+Rows are processed in chunks, so that the gradient of the hidden is in memory for one chunk at a time. For each chunk
+one kernel writes that gradient and partial sums of w2's, in CUDA C++ on Hopper and in Triton elsewhere. Two GEMMs
+compute from it the gradient of x and the chunk's contribution to that of w1: in one launch of CUDA C++, by cuBLAS, or
+in Triton. All sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from .dhidden import _heads_dhidden_kernel
 from .operands import device_of, whole_vectors
 from .sums import _heads_dw1_kernel, _heads_dx_kernel, _heads_sum_kernel
 
-SUM_BLOCK, SUM_AT_ONCE = 512, 16  # elements of a CTA, and parts that it loads together where there are more
+SUM_BLOCK, SUM_AT_ONCE = 512, 16  # elements of a CTA, and parts that it loads at once if there are more
 
 Optional = torch.Tensor | None
 Needs = tuple[bool, bool, bool]  # the gradients of x, w1 and w2
 Gradients = tuple[Optional, Optional, Optional]
 Strides = tuple[int, ...]
 Chunks = list[tuple[int, int]]  # first row and number of rows of each
-# The gradient of y for a chunk, [rows, K, O], given the chunk's first row and its number of rows.
+# Returns the gradient of y for a chunk, [rows, K, O], given the chunk's first row and its number of rows.
 Incoming = Callable[[int, int], torch.Tensor]
-# Given (incoming, x, w1, w2), and where something else is to be added up, its parts and the sum.
+# Given (incoming, x, w1, w2) and, if another tensor's parts are added up (`also`), those parts and the sum.
 Backward = Callable[..., Gradients]
 Parts = tuple[torch.Tensor, int]  # a tensor like the sum, and how many fp32 parts it has
-# For a chunk, given (dy, x, w1, w2, dpre, dw2): writes dpre, unless None, and its parts of dw2, unless None.
+# Given a chunk's (dy, x, w1, w2, dpre, dw2): writes dpre and its parts of dw2, those that are not None.
 Hidden = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Optional, Optional], None]
 
 
@@ -45,7 +46,7 @@ def chunks_of(rows: int, heads: int, hidden: int) -> Chunks:
 
 
 def in_cuda(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> bool:
-    """Whether the gradient of the hidden is made in CUDA C++."""
+    """Whether CUDA C++ computes the gradient of the hidden."""
     return configs.pick_cuda(x.shape[0], possible=heads.unsupported_reason(x, w1, w2) is None)
 
 
@@ -58,13 +59,13 @@ def backward_plan(
     needs: Needs,
     also: Parts | None = None,
 ) -> Backward:
-    """Takes (incoming, x, w1, w2) like these, x [rows, D], and returns the gradients of x, w1 and w2, contiguous, None
-    where not needed. `incoming` is called once a chunk, in order, unless x or w2 has no elements; what it returns is
-    read before the next call. `also`: takes (..., parts, sum) of another tensor, whose parts `incoming` has written
-    after its last call, and adds them up."""
+    """The plan takes (incoming, x, w1, w2) like these, x [rows, D], and returns the gradients of x, w1 and w2,
+    contiguous, None where not needed. It calls `incoming` once a chunk, in order, unless there are no rows or w2 has no
+    elements, and reads the result before the next call. With `also` it takes (..., parts, sum) of another tensor as
+    well, and adds the parts up; `incoming` must have written them by the end of its last call."""
     rows, (count, _, hidden) = x.shape[0], w2.shape
     pitch = configs.pick_pitch(hidden)
-    # Elements there are in each sum; otherwise a gradient is zero.
+    # Without chunks the gradients are sums of no elements: zero.
     chunks = chunks_of(rows, count, hidden) if rows and w2.numel() else []
     cuda = bool(chunks) and in_cuda(x, w1, w2)
     launches = _cuda_launches if cuda else _dhidden_launches
@@ -127,7 +128,7 @@ def _by_triton(
 def _by_library(
     chunks: Chunks, pitch: int, within: list[Hidden], parts: int, added: bool, w2: torch.Tensor, needs: Needs
 ) -> Backward:
-    """With the products by cuBLAS. `added`: the parts of dw2 are added to, chunk after chunk."""
+    """The backward with its GEMMs by cuBLAS. `added`: each chunk adds to the parts of dw2 of the chunks before."""
     single = len(chunks) == 1
     total = sum_launch((w2, parts)) if (parts > 1 or (added and not single)) and needs[2] else None
 
@@ -164,8 +165,8 @@ def _by_cuda(
     needs: Needs,
     also: Parts | None,
 ) -> Backward:
-    """With both products in one launch of CUDA C++ for each chunk. What is added up at the end is, by two, in a launch:
-    x's gradient, of a single chunk, w2's, and `also`."""
+    """The backward with both GEMMs of a chunk in one launch of CUDA C++. The sums of partial results at the end, two
+    per launch: x's gradient, if there is a single chunk, w2's, and `also`."""
     need_dpre, single = needs[0] or needs[1], len(chunks) == 1
     apart = needs[2] and (parts > 1 or not single)  # whether w2's gradient has parts
     steps = [_products_launch(x, w1, needs, *chunk) for chunk in chunks] if need_dpre else []
@@ -201,8 +202,8 @@ def _by_cuda(
 def _products_launch(
     x: torch.Tensor, w1: torch.Tensor, needs: Needs, start: int, rows: int
 ) -> tuple[Callable[..., None], int, Launch | None]:
-    """Of a chunk: the products, how many parts there are of x's gradient, and what adds up several, given (parts, rows
-    of x's gradient)."""
+    """For a chunk: the launch of the GEMMs, the number of parts of x's gradient, and the launch that adds them up,
+    given (parts, rows of x's gradient), None for a single part."""
     (heads, hidden, dim), (_, sms) = w1.shape, device_of(x)
     config = configs.pick_products_config(rows, dim, heads, hidden, sms, *needs[:2])
     parts = triton.cdiv(heads, config.dx_heads) if config.dx_heads else 0
@@ -213,7 +214,8 @@ def _products_launch(
 def _cuda_launches(
     dy_strides: Strides, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str, chunks: Chunks
 ) -> tuple[list[Hidden], int]:
-    """Of CUDA C++, which add to the parts of those before; and how many parts a chunk has at most."""
+    """The launches in CUDA C++, each of which adds to the parts of the chunks before; and the number of parts of dw2,
+    the largest of a chunk."""
     (count, hidden, _), (_, sms) = w1.shape, device_of(x)
     launches: list[Hidden] = []
     parts = 0
@@ -227,7 +229,7 @@ def _cuda_launches(
 def _dhidden_launches(
     dy_strides: Strides, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str, chunks: Chunks
 ) -> tuple[list[Hidden], int]:
-    """Of Triton; and how many parts there are."""
+    """The launches in Triton, and the number of parts of dw2, over all chunks."""
     dim, (heads, dim_out, hidden), (capability, sms) = x.shape[1], w2.shape, device_of(x)
     pitch, aligned = configs.pick_pitch(hidden), whole_vectors(x) and whole_vectors(w1)
     launches: list[Hidden] = []
@@ -276,7 +278,7 @@ def _dx_launch(x: torch.Tensor, w1: torch.Tensor, pitch: int, start: int, rows: 
 
 
 def _dw1_launch(x: torch.Tensor, w1: torch.Tensor, pitch: int, start: int, rows: int) -> Launch:
-    """Adds a chunk to dw1, given (dpre, x, sums before, sums)."""
+    """Adds a chunk's contribution to dw1, given (dpre, x, sums of the chunks before, sums)."""
     (heads, hidden, dim), (capability, _) = w1.shape, device_of(x)
     config = configs.pick_dw1_config(rows, dim, hidden, whole_vectors(x), x.dtype, capability)
     return Launch(
@@ -294,7 +296,8 @@ def _dw1_launch(x: torch.Tensor, w1: torch.Tensor, pitch: int, start: int, rows:
 
 
 def sum_launch(first: Parts, second: Parts | None = None) -> Launch:
-    """Writes tensors like these, given (parts, tensor, parts, tensor), the last two None where there is no second."""
+    """Adds up the parts of one or two tensors, given (parts, tensor, parts, tensor); the last two are None if there is
+    no second tensor."""
     (like, parts), (elements, more) = first, (second[0].numel(), second[1]) if second else (0, 0)
     grid = (triton.cdiv(like.numel(), SUM_BLOCK) + triton.cdiv(elements, SUM_BLOCK),)
     fixed = like.numel(), parts, elements, more

@@ -1,4 +1,4 @@
-"""The forward of heads_mlp for Hopper in CUDA C++ (forward.cu): its launch."""
+"""The launch of heads_mlp's forward for Hopper in CUDA C++ (forward.cu)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .heads import forward_launch
 
 
 def launch(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str) -> Callable[..., None]:
-    """Returns a function of (x, w1, w2, y), with the properties of these, that writes y [rows, K, O]; x is [rows, D];
-    `heads.unsupported_reason` is None."""
+    """Returns a function of (x, w1, w2, y), for tensors like these, that writes y [rows, K, O]; x is [rows, D].
+    Requires that `heads.unsupported_reason` is None."""
     rows, (heads, hidden, _), (_, sms) = x.shape[0], w1.shape, device_of(x)
     config = heads_forward.pick_cuda_config(rows, heads, hidden, sms)
     # Output of forward.cu: y.

@@ -19,10 +19,10 @@ from .heads import BLOCK_K, THREADS
 
 Optional = torch.Tensor | None
 
-DY_SLOTS = 4  # of heads_dhidden.cu
+DY_SLOTS = 4  # pipeline stages of dy, as in heads_dhidden.cu
 # Tensor maps of w1, x and dpre, and heads_dhidden.cu's Hidden: dy and its strides; w2 and its strides; parts of dw2;
-# rows, heads, hidden, dim_out, tiles of a part, whether dpre is written, parts that are added to, whether dw2 is of 16
-# bits.
+# rows, heads, hidden, dim_out, tiles of a part, whether dpre is written, number of parts that are added to, whether dw2
+# has 16-bit elements.
 _LAYOUT = "MMM(PqqqPqqqPiiiiiiii)"
 
 
@@ -37,10 +37,10 @@ def launch(
     config: CudaConfig,
     added: int,
 ) -> Callable[..., None]:
-    """For the `rows` rows of x from `start` on, and of dy from its first on, given (dy, x, w1, w2, dpre, dw2) like
-    these: writes dpre [rows, K, pitch], unless None, with zeros after each head's columns, and the parts of dw2,
-    [parts, K, O, H] in fp32, unless None, adding to the first `added` of them. A part that is the only one may have the
-    dtype of x instead. dy has that dtype; `heads.unsupported_reason` is None."""
+    """The launch for the `rows` rows of x from `start` on and the first `rows` rows of dy, given (dy, x, w1, w2, dpre,
+    dw2) like these. Writes those of dpre and dw2 that are not None: dpre [rows, K, pitch], with zeros after each head's
+    columns, and the parts of dw2, [parts, K, O, H] in fp32. The first `added` parts are added to. A single part may
+    have the dtype of x instead. dy has the dtype of x. Requires that `heads.unsupported_reason` is None."""
     (heads, hidden, dim), dim_out, (_, sms) = w1.shape, w2.shape[1], device_of(x)
     pitch = configs.pick_pitch(hidden)
     defines = (
@@ -53,11 +53,11 @@ def launch(
     shared = shared_bytes(config)
     with torch.cuda.device_of(x):
         (function,) = cuda_driver.kernels(x.device.index, "heads_dhidden.cu", ("heads_dhidden",), defines, shared)
-    clusters = triton.cdiv(heads * triton.cdiv(hidden, BLOCK), config.cluster)  # of all blocks
+    clusters = triton.cdiv(heads * triton.cdiv(hidden, BLOCK), config.cluster)  # of blocks of all heads
     units = clusters * triton.cdiv(triton.cdiv(rows, BLOCK), config.tiles)
     grid = config.cluster * min(sms // config.cluster, units)
     start_kernel = cuda_driver.Launch(x.device.index, function, grid, THREADS, shared, _LAYOUT)
-    # As [1, K, rows, pitch], of which a CTA's tile is 128 rows of 128 columns of a head.
+    # As [1, K, rows, pitch]: a CTA's tile is 128 rows of 128 columns of a head.
     like_dpre = torch.empty((rows, heads, pitch), dtype=x.dtype, device="meta").transpose(0, 1)[None]
     w1_map = tensor_map(w1[None], hidden, BLOCK)
     x_map = tensor_map(x[None, None], rows, BLOCK // config.cluster)
@@ -78,6 +78,7 @@ def launch(
 
 
 def shared_bytes(config: CudaConfig) -> int:
-    """Of a CTA: the pipeline stages of x and of dy, with their barriers, then tiles of dpre at a multiple of 1024."""
+    """Shared memory of a CTA: the pipeline stages of x and of dy with their barriers, then the tiles of dpre, aligned
+    to 1024 bytes."""
     ring = config.stages * (BLOCK * BLOCK_K * 2 + 16) + DY_SLOTS * (BLOCK * MAX_OUT * 2 + 16)
     return -(-ring // 1024) * 1024 + BLOCK * BLOCK * 2

@@ -1,5 +1,5 @@
 # A copy of parts/cuda_driver.py, made by `nox -s vendor`: change it there.
-"""CUDA C++ of this folder: compiled by NVRTC on first use, loaded and launched through the CUDA driver API.
+"""The CUDA C++ kernels of this folder: compiled by NVRTC on first use, loaded and launched through the CUDA driver API.
 
 NVRTC comes with CuPy. Launches call the driver API by ctypes, because tensor maps are kernel parameters by value. They
 go to torch's current stream, without allocation or synchronisation, so that they can be captured in a CUDA graph.
@@ -21,18 +21,18 @@ from triton.runtime.cache import get_cache_manager
 
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-lineinfo")
 _FOLDER = Path(__file__).parent
-# The kernel's folder, or the one above where the kernel keeps its CUDA C++ in sm90/.
+# The name of the kernel's folder: the parent folder, if the CUDA C++ is in its subfolder sm90/.
 _OP = _FOLDER.parent.name if _FOLDER.name.startswith("sm") else _FOLDER.name
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NON_PORTABLE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-# Arguments of cuTensorMapEncodeTiled: data type, swizzle by the bytes of a row of the box, promotion to 256 bytes in
-# L2, zeros outside the tensor.
+# Arguments of cuTensorMapEncodeTiled: data type, swizzle mode by the bytes of a box row, L2 promotion to 256 bytes,
+# zero fill outside the tensor.
 _TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _NO_INTERLEAVE, _SWIZZLES, _PROMOTE_256B, _FILL_ZEROS = 0, {32: 1, 64: 2, 128: 3}, 3, 0
 _MAP_BYTES, _MAP_ALIGNMENT, _MAPS_KEPT = 128, 64, 64
-# For each letter of a layout (see Launch): its code in `struct`, its size and its alignment.
+# For each letter of a layout (see Launch): the `struct` format code, the size and the alignment.
 _PARAMETERS = {
     "M": (f"{_MAP_BYTES}s", _MAP_BYTES, _MAP_ALIGNMENT),
     "P": ("Q", 8, 8),
@@ -42,7 +42,7 @@ _PARAMETERS = {
     "f": ("f", 4, 4),
 }
 
-# A PyTorch without CUDA has neither; there only the ahead-of-time build calls them, for device 0.
+# A PyTorch without CUDA has neither function. There only the ahead-of-time build calls them, for device 0.
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
@@ -58,7 +58,7 @@ def no_compiler() -> str | None:
 
 
 def kernels(device: int, source: str, names: tuple[str, ...], defines: tuple[str, ...], shared: int) -> tuple:
-    """The kernels `names` of a source file of this folder on `device`, which must be current. The first may use
+    """The kernels `names` of a source file of this folder, loaded on `device`, which must be current. The first may use
     `shared` bytes of dynamic shared memory; all may use clusters of 16 CTAs."""
     _enter_context()
     return _loaded(device, source, names, defines, shared)
@@ -78,7 +78,7 @@ def _loaded(device: int, source: str, names: tuple[str, ...], defines: tuple[str
 
 @functools.cache
 def _compiled(source: str, defines: tuple[str, ...]) -> bytes:
-    """The cubin of a source file, kept in Triton's cache on disk."""
+    """The cubin of a source file, cached in Triton's cache on disk."""
     from cupy.cuda import nvrtc
 
     text = (_FOLDER / source).read_text(encoding="utf-8")
@@ -101,9 +101,9 @@ def _compiled(source: str, defines: tuple[str, ...]) -> bytes:
 
 
 class TensorMap:
-    """CUtensorMaps of tensors that differ only in their address: a call with an address returns the map as bytes.
+    """CUtensorMaps of tensors that differ only in their address. A call with an address returns the map as bytes.
 
-    Maps are kept, because the caching allocator returns the same addresses again.
+    Maps are cached, because the caching allocator returns the same addresses again.
     """
 
     __slots__ = ("_layout", "_made")
@@ -122,8 +122,8 @@ class TensorMap:
 
 
 def tensor_map(x: torch.Tensor, rows: int, block_rows: int, columns: int = 64) -> TensorMap:
-    """Maps of [B, H, S, D] tensors like x, of which they cover the first `rows` rows (S), in boxes of block_rows by
-    `columns` elements. A row of a box has 32, 64 or 128 bytes and is swizzled.
+    """Tensor maps of [B, H, S, D] tensors like x. They cover the first `rows` rows (S), in boxes of block_rows by
+    `columns` elements. A box row has 32, 64 or 128 bytes and is swizzled.
 
     The strides of B, H and S must be multiples of 16 bytes. Elements outside the tensor are read as zeros.
     """
@@ -138,7 +138,7 @@ def tensor_map(x: torch.Tensor, rows: int, block_rows: int, columns: int = 64) -
 def _encoded(
     address: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> bytes:
-    """The tensor map for these arguments of cuTensorMapEncodeTiled."""
+    """The tensor map that cuTensorMapEncodeTiled returns for these arguments."""
     _enter_context()
     buffer = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     aligned = (ctypes.c_char * _MAP_BYTES).from_buffer(buffer, -ctypes.addressof(buffer) % _MAP_ALIGNMENT)
@@ -176,7 +176,7 @@ class Launch:
         self._pack = _packer(layout, parameters(function))
 
     def __call__(self, *values: Any) -> None:
-        """Launches with these parameters: bytes for a tensor map, numbers for the rest; 0 is the null pointer."""
+        """Launches the kernel with these parameters: bytes for a tensor map, else a number; 0 is the null pointer."""
         if self._device != _current_device():
             with torch.cuda.device(self._device):
                 return self(*values)
@@ -186,8 +186,8 @@ class Launch:
 
 
 def parameters(function: Any) -> tuple[tuple[int, int], ...]:
-    """(offset, size) of each parameter of a kernel. Offsets are the compiler's: it pads before the first parameter so
-    that a tensor map is aligned to 64 bytes in the constant bank, where parameters do not start at a multiple of 64."""
+    """(offset, size) of each parameter of a kernel, as the compiler chose them. It pads before the first parameter, so
+    that a tensor map is 64-byte aligned in the constant bank, where parameters do not start at a multiple of 64."""
     found: list[tuple[int, int]] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     places = ctypes.byref(offset), ctypes.byref(size)
@@ -198,8 +198,8 @@ def parameters(function: Any) -> tuple[tuple[int, int], ...]:
 
 @functools.cache
 def _packer(layout: str, places: tuple[tuple[int, int], ...]) -> Callable[..., bytes]:
-    """A function that packs values into the parameter buffer of a kernel. `places` are its parameters' (offset, size);
-    ValueError where the layout has other sizes."""
+    """A function that packs values into the parameter buffer of a kernel. `places` are its parameters' (offset, size).
+    ValueError if the layout has other sizes."""
     members = [found[0] or found[1] for found in re.findall(r"\(([^)]*)\)|(\w)", layout)]
     codes, at = "", 0
     shapes = [_struct(letters) for letters in members]
@@ -214,7 +214,7 @@ def _packer(layout: str, places: tuple[tuple[int, int], ...]) -> Callable[..., b
 
 
 def _struct(letters: str) -> tuple[str, int]:
-    """The code in `struct` of a parameter with these members, laid out as in C, and its size."""
+    """The `struct` format of a parameter with these members, laid out as in C, and its size in bytes."""
     codes, at, widest = "", 0, 1
     for letter in letters:
         code, size, step = _PARAMETERS[letter]
@@ -236,7 +236,7 @@ class _Extra(ctypes.Structure):
 
 
 def launch(function: Any, grid: int, threads: int, shared: int, stream: int, parameters: bytes) -> None:
-    """One launch of `grid` CTAs on a stream of the current device."""
+    """Launches `grid` CTAs on a stream of the current device."""
     size = ctypes.c_size_t(len(parameters))
     extra = _Extra(1, parameters, 2, ctypes.addressof(size), 0)
     arguments = (function, grid, 1, 1, threads, 1, 1, shared, stream, None, ctypes.byref(extra))
@@ -254,8 +254,8 @@ def address(x: torch.Tensor | None) -> int:
 
 
 def _enter_context() -> None:
-    """Makes the device's primary context current in a thread that has none, as one in which PyTorch has not yet called
-    CUDA (its allocations came from the cache). The runtime API would do this itself; the driver API does not."""
+    """Makes the device's primary context current in a thread that has none. PyTorch may not have called CUDA in this
+    thread yet, if all allocations came from its cache. The runtime API does this itself; the driver API does not."""
     context = ctypes.c_void_p()
     _call("cuCtxGetCurrent", ctypes.byref(context))
     if not context.value:
@@ -272,7 +272,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Calls a function of the driver API. RuntimeError with its message where it fails."""
+    """Calls a function of the driver API. RuntimeError with the driver's message if it fails."""
     if code := getattr(_driver(), name)(*arguments):
         _fail(name, code)
 
