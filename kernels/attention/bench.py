@@ -48,7 +48,7 @@ def _case(
     suffix: str = "",
     **params,
 ) -> Case:
-    """Returns a case. `heads`: query heads, or (query heads, KV heads). Names of bench cases do not show the dtype."""
+    """Returns a case. `heads`: query heads, or (query heads, KV heads). A bf16 case without suffix is a bench case."""
     query_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     shared = f"-{kv_heads}" if kv_heads != query_heads else ""
