@@ -48,8 +48,9 @@ def attention(
                  no bound. With causal, right is 0.
     return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
     fp8          round q, k and v to e4m3, with a scale for each 64 queries, 96 or 128 keys, and 768 or 1024 rows of v.
-                 Probabilities are rounded to e4m3 too; accumulation is in fp32. For fp16 and bf16, D up to 128, compute
-                 capability 9.0, no window, no gradient. ±inf becomes NaN.
+                 Probabilities are rounded to e4m3 too. Accumulation is in about 14 bits over the rows of v that share a
+                 scale, else in fp32. For fp16 and bf16, D up to 128, compute capability 9.0, no window, no gradient.
+                 ±inf becomes NaN.
     forward      "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, no window, 16-byte
                  aligned rows; CuPy compiles it), "gluon" (the same for any D >= 32), "portable" or "split"
                  (split-K over the keys, then combined); "auto" picks one

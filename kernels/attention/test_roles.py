@@ -51,7 +51,7 @@ def places(plan: RolesPlan, kv_heads: int, group: int, blocks: int, shared: int 
     return result
 
 
-PROBLEMS = [  # span, key heads, group, tiles of queries of a head, their queries, blocks of keys, shared, splits
+PROBLEMS = [  # span, KV heads, group, tiles of queries of a head, their queries, blocks of keys, shared, splits
     (1, 1, 1, 1, 64, 2, 0, 1),
     (3, 2, 1, 5, 64, 3, 0, 1),
     (2, 7, 1, 9, 80, 3, 0, 1),

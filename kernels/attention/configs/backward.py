@@ -14,7 +14,7 @@ import triton
 
 
 class Schedule(enum.IntEnum):
-    """Which CTA computes which blocks of 128 keys. The numbers are those of sm90/backward_schedule.cuh."""
+    """Which CTA computes which blocks of 128 keys. The values are those of sm90/backward_schedule.cuh."""
 
     CTA_PER_BLOCK = 0  # a CTA for each block of keys; preprocess and postprocess are launches of their own
     SINGLE_BLOCK = 1  # one block of keys: one launch computes everything, and each dQ is computed by one CTA

@@ -3,8 +3,8 @@
 Three launches: preprocess (delta and lse of each query, zeros for dQ), the main kernel, and postprocess, which casts
 dQ. Where key blocks of the last wave are split over CTAs, a fourth adds up their partial dK and dV. The schedule
 (configs/backward.py) says which of these are left out. With ROLES, CTAs of the main launch preprocess and postprocess
-some heads while others multiply. With CTA_PER_KV_HEAD the main kernel casts dQ. With SINGLE_BLOCK it does everything,
-and its workspace is the partial dK and dV alone.
+some heads while others run the main loop. With CTA_PER_KV_HEAD the main kernel casts dQ. With SINGLE_BLOCK it computes
+everything, and its workspace is only the partial dK and dV.
 
 Workspace: fp32 dQ, 4·D bytes per query and head, and 8 bytes per query and head for lse and delta.
 CTAs add to that dQ in no fixed order: dQ is deterministic only where one CTA computes all of it; dK and dV always are.

@@ -22,8 +22,8 @@ static_assert(!ACCUMULATE || SCHEDULE == CTA_PER_BLOCK, "the one schedule that h
 
 constexpr int D = HEAD_DIM;
 constexpr bool CAUSAL = IS_CAUSAL;
-constexpr int BM = QUERIES;             // queries of a tile: S and dP need BM registers beside dk's and dv's D
-constexpr bool TIGHT = BM == 80;        // no registers are left for dQ beside S, dP, dk and dv
+constexpr int BM = QUERIES;             // queries of a tile: S and dP take BM registers, and dk and dv take D
+constexpr bool TIGHT = BM == 80;        // S, dP, dk and dv leave no registers for dQ
 constexpr bool DQ_TRANSPOSED = BM % 64 != 0;  // dQ^T = K^T dS: the rows of a wgmma are 64
 constexpr int DQ_REGISTERS = DQ_TRANSPOSED ? BM / 2 : 32;
 constexpr int BN = 128;                 // keys of a block

@@ -37,7 +37,7 @@ def fp8_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor, exact_lse: b
     """Writes out and lse of a problem without `fp8_unsupported_reason`."""
     config = configs.pick_fp8_config(problem.dim, exact_lse)
     q, k, v, to = problem.q, problem.k, problem.v, out
-    missing = -problem.dim % 8  # stores are 16 bytes wide, and loads are fastest so
+    missing = -problem.dim % 8  # stores require rows of 16-byte multiples, and loads are fastest with them
     if missing:
         q, k, v = (torch.nn.functional.pad(t, (0, missing)) for t in (q, k, v))
         to = torch.empty_like(q)
