@@ -36,6 +36,8 @@ class BlockGate(torch.nn.Module):
 
     heads, kv_heads   Hq and Hkv; each query head has its own scores
     offset            initial value; 4 gives gates of 0.98, so that a new gate hardly changes the attention
+
+    Raises ValueError if heads is no multiple of kv_heads, or sparsity is not from 0 to 1.
     """
 
     def __init__(

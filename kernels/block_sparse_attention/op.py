@@ -53,9 +53,9 @@ def block_sparse_attention(
                  "portable" runs if q, or k and v, need no gradient
 
     Returns out, or (out, lse). out has shape, dtype and memory order of q (row-major if q is copied). A query that sees
-    no key has out 0, lse −inf and zero gradient; so has the bias of a dropped block. Accumulation is in fp32; p and ds
-    are rounded to the dtype for the GEMMs, as in FlashAttention. Results are deterministic, except dq of backward
-    "cuda", which CTAs accumulate in no fixed order: "auto" does not pick "cuda" under
+    no key has out 0, lse −inf and zero gradient. The bias of a dropped block has zero gradient too. Accumulation is in
+    fp32; p and ds are rounded to the dtype for the GEMMs, as in FlashAttention. Results are deterministic, except dq of
+    backward "cuda", which CTAs accumulate in no fixed order: "auto" does not pick "cuda" under
     torch.use_deterministic_algorithms(True). Saved for the backward: q, k, v, out, lse, the table of the mask, the
     bias.
 

@@ -50,7 +50,7 @@
 
 constexpr int D = HEAD_DIM;
 constexpr bool CAUSAL = IS_CAUSAL;
-constexpr int BM = D == 64 ? 128 : 64;  // queries of a tile: S and dP need BM registers beside dk's and dv's D
+constexpr int BM = D == 64 ? 128 : 64;  // queries of a tile: S and dP take BM registers, and dk and dv take D
 constexpr int BN = 128;                 // keys of a CTA, and queries of a block of the mask
 constexpr int SPLIT = BN / BM;          // tiles of a block
 constexpr int SLABS = D / 64;           // 64 columns are a row of the 128-byte swizzle
