@@ -66,10 +66,13 @@ def positions(
 ) -> torch.Tensor:
     """Returns the positions in the whole sequence of the rows that a rank holds, int64 [length], for example for RoPE.
 
-    length   number of rows of this rank
-    lengths  numbers of rows of all ranks; by default all have `length`
+    length         number of rows of this rank
+    rank, world    this rank, and the number of ranks
+    layout         as in `ring_attention`
+    lengths        numbers of rows of all ranks; by default all have `length`
+    device         of the result
 
-    Raises ValueError for an unknown layout, a rank outside the world or lengths that do not fit.
+    Raises ValueError for an unknown layout, a rank outside the world or lengths that do not match.
     """
     check_layout(layout)
     lengths = (length,) * world if lengths is None else tuple(lengths)
@@ -89,7 +92,9 @@ def shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None = None, lay
     """Returns this rank's rows along `dim` of a sequence that every rank has whole; differentiable, contiguous.
 
     If the length is not divisible, the first chunks, pieces or stripes have one row more (`even_lengths`). Nothing is
-    sent. Without a process group the world is one rank.
+    sent. Without a process group the world is one rank; layout is as in `ring_attention`.
+
+    Raises ValueError for an unknown layout, or a group of which this rank is not a member.
     """
     return cut(x, dim, *place(group), layout)
 
@@ -112,7 +117,10 @@ def unshard(
 ) -> torch.Tensor:
     """Inverts `shard`: gathers the whole sequence on every rank, and returns it. Not differentiable.
 
+    x        this rank's rows along `dim`; group and layout as in `shard`
     lengths  numbers of rows of all ranks, which may differ from those of `shard`; by default they are gathered first
+
+    Raises ValueError for an unknown layout, lengths that do not match, or a group of which this rank is not a member.
     """
     check_layout(layout)
     rank, world = place(group)

@@ -86,7 +86,7 @@ class PeerWrites:
             own.wait_stream(stream)
 
     def close(self) -> None:
-        # Later work may overwrite the sent tensors; and rooms are read until here.
+        # Later work on this stream may overwrite sent tensors, and later transfers may overwrite rooms.
         current = torch.cuda.current_stream(self.device)
         for own in self.streams:
             current.wait_stream(own)
