@@ -48,7 +48,7 @@ def _case(
     suffix: str = "",
     **params,
 ) -> Case:
-    """`heads` are the query heads, or the query heads and the key heads. Bench cases have no suffix for their dtype."""
+    """Returns a case. `heads`: query heads, or (query heads, KV heads). A bf16 case without suffix is a bench case."""
     query_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     shared = f"-{kv_heads}" if kv_heads != query_heads else ""
@@ -63,7 +63,7 @@ def _case(
 
 
 def _context(batch: int, queries: int, keys: int) -> Case:
-    """TransformerNP: queries for context and targets, of which the context alone is attended to."""
+    """Returns a case of TransformerNP: context and target points are queries, and the context points are the keys."""
     return _case(batch, 8, queries, keys, 64, context=True)
 
 
@@ -79,18 +79,18 @@ CASES = (
     _case(1, 32, 16384, 16384, 128, causal=True),
     _case(1, 32, 8192, 8192, 128),
     _case(1, (64, 8), 8192, 8192, 128, causal=True),
-    # Few queries: decoding, targets against a long context, a decoder's against an encoder's keys.
+    # Few queries: decoding, targets with a long context, cross-attention of a decoder.
     _case(1, 8, 1, 200000, 64),
     _case(8, (64, 8), 1, 32768, 128),
     _case(1, 8, 564, 64000, 64),
     _case(4, 32, 512, 4096, 128),
-    # In e4m3, against the same peers in bf16.
+    # In e4m3, compared with the same peers in bf16.
     *(_case(1, 16, 16384, 16384, dim, causal=causal, fp8=True) for dim in (64, 128) for causal in (False, True)),
     _case(4, 8, 11000, 10000, 64, context=True, fp8=True),
     *(_case(2, (4, 2), 333, 517, dim, BF16, "small", fp8=True, return_lse=True) for dim in (64, 80, 128)),
     *(_case(2, (4, 2), 517, 333, dim, FP16, "small", fp8=True, causal=True) for dim in (64, 128)),
     _case(1, 3, 130, 900, 64, BF16, "small", fp8=True, context=True),
-    # Boundary cases: plain first, then every option, nothing, one of everything, every width, ragged tiles.
+    # Boundary cases: no option, then every option, size 0, size 1, every head dimension, partial tiles.
     _case(1, (2, 1), 37, 41, 24, FP32),
     _case(1, (2, 1), 41, 37, 24, FP16),
     _case(2, (4, 2), 17, 9, 16, FP32),
@@ -115,7 +115,7 @@ CASES = (
     # One block of keys, and tiles of queries that see none of them.
     *(_case(2, (4, 2), 700, 100, dim, BF16, "small", causal=True) for dim in (64, 128)),
     _case(1, (8, 2), 3, 3000, 128, BF16, "small"),
-    # More tiles than SMs; queries that see nothing; keys that do not count.
+    # More tiles than SMs; queries that see no key; keys beyond num_context.
     _case(2, (8, 4), 3000, 3100, 64, BF16, "small", causal=True, return_lse=True),
     _case(1, (16, 4), 3000, 2777, 128, FP16, "small"),
     _case(1, 2, 300, 130, 128, BF16, "small", causal=True),
@@ -125,7 +125,7 @@ CASES = (
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """`context`: k and v have a row for each query as well, of which the first `keys` count."""
+    """Returns random inputs. `context`: k and v have as many rows as q, of which the first `keys` are valid."""
     d, params = case.dims, dict(case.params)
 
     def normal(heads: int, rows: int) -> torch.Tensor:
@@ -140,10 +140,10 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 
 def visible(queries: int, keys: int, left: int, right: int) -> int:
-    """How many pairs of query and key see each other in the band."""
+    """Returns the number of visible pairs of query and key in the band."""
 
     def below(shift: int) -> int:
-        """Sum over the queries i of min(max(i + shift, 0), keys)."""
+        """Returns the sum over queries i of min(max(i + shift, 0), keys)."""
 
         def upto(n: int) -> int:
             n = max(n, 0)
@@ -161,10 +161,10 @@ def cost(case: Case, mode: str) -> Cost:
     keys = params.get("num_context", d["keys"])
     pairs = visible(d["queries"], keys, left, 0 if params.get("causal") else right)
     heads = d["batch"] * d["kv_heads"]
-    # q and out like k and v; lse. The gradients of keys that do not count are zeros, which are not counted either.
+    # Rows of q, out, k and v; lse. Gradients of keys beyond num_context are zeros, and are not counted.
     rows = heads * (d["group"] * d["queries"] * 2 + keys * 2)
     lse = 4 * heads * d["group"] * d["queries"]
-    # Two products of 2·D a pair and head forward; backward five, of which one is that of the forward again.
+    # Forward: two GEMMs of 2·D FLOPs per pair and head. Backward: five, one of which is recomputed from the forward.
     products, tensors = {"fwd": (2, 1), "bwd": (5, 2)}[mode]
     pipe = "fp8" if params.get("fp8") else {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
     flops = products * 2 * d["dim"] * pairs * heads * d["group"]
@@ -189,20 +189,22 @@ def _square_if_causal(case: Case) -> str | None:
 
 
 def _sampled(case: Case) -> Rows | None:
-    """Queries are rows that nothing ties together, unless a mask goes by their position."""
+    """Returns which rows are compared in large cases. Queries are independent rows, unless a mask depends on their
+    position."""
     d, masked = case.dims, case.params.get("causal") or case.params.get("window")
     large = d["batch"] * d["kv_heads"] * d["group"] * d["queries"] * d["keys"] > 32 * MOST_SCORES
     return Rows(128, {"q": 2}, 2) if large and not masked else None
 
 
 def _fits(case: Case, mode: str) -> str | None:
-    """The reference takes such a problem in pieces, each twice in the backward; that is no baseline."""
+    """Returns why the reference is no baseline, or None: too large a problem is computed in chunks, and recomputed in
+    the backward."""
     scores = case.dims["batch"] * case.dims["kv_heads"] * case.dims["group"] * case.dims["queries"] * case.dims["keys"]
     return f"the scores alone would be {4 * scores / 1e9:.0f} GB" if scores > MOST_SCORES else None
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[], Op]:
-    """PyTorch's, by that backend or not at all: where it does not support a problem, PyTorch raises."""
+    """Returns PyTorch's SDPA with this backend only: PyTorch raises where the backend does not support a problem."""
 
     def attend(q, k, v, *, causal=False, scale=None, num_context=None, window=None, fp8=False):
         k, v = (k, v) if num_context is None else (k[:, :, :num_context], v[:, :, :num_context])
@@ -224,7 +226,7 @@ def _block_mask(queries: int, keys: int, device: str):
 
 
 def _flex(**options) -> Op:
-    """FlexAttention with these kernel options."""
+    """Returns FlexAttention with these kernel options."""
     from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.reset()
@@ -240,7 +242,7 @@ def _flex(**options) -> Op:
     return attend
 
 
-#: FlexAttention's where its own tiles do not fit into shared memory.
+#: Kernel options of FlexAttention for cases where its default tiles do not fit shared memory.
 SMALLER = {
     "two stages": partial(_flex, num_stages=2),
     "one stage and tiles of 64": partial(
@@ -250,7 +252,7 @@ SMALLER = {
 
 
 def _flex_flash() -> Op:
-    """FlexAttention on FlashAttention-4. ImportError where PyTorch or the package is too old."""
+    """Returns FlexAttention with the backend FlashAttention-4. ImportError if PyTorch or the package is too old."""
     import flash_attn.cute  # noqa: F401
     from torch.nn.attention.flex_attention import FlexKernelOptions
 
@@ -260,7 +262,7 @@ def _flex_flash() -> Op:
 
 
 def rounded(x: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [B, H, S, D] in e4m3 as [B, S, H, D], and what it is to be multiplied by, [B, kv_heads]."""
+    """Returns x [B, H, S, D] in e4m3 as [B, S, H, D], and its descale factors [B, kv_heads]."""
     grouped = x.unflatten(1, (kv_heads, -1))
     descale = (grouped.abs().amax((2, 3, 4)).float() / torch.finfo(torch.float8_e4m3fn).max).clamp(min=2.0**-126)
     data = (grouped / descale[:, :, None, None, None]).to(torch.float8_e4m3fn)
@@ -268,14 +270,14 @@ def rounded(x: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _fa3() -> Op:
-    """FlashAttention-3; in cases in fp8 with q, k and v rounded at each call, by what torch.compile makes of it."""
+    """Returns FlashAttention-3. In fp8 cases each call quantises q, k and v by a function under torch.compile."""
     from flash_attn_interface import flash_attn_func
 
     round_compiled = torch.compile(rounded, dynamic=False)
 
     def attend(q, k, v, *, causal=False, scale=None, num_context=None, window=None, fp8=False):
         k, v = (k, v) if num_context is None else (k[:, :, :num_context], v[:, :, :num_context])
-        # 0 lets it split the keys of few queries.
+        # num_splits = 0: its heuristic chooses split-K for few queries.
         options: dict[str, Any] = dict(softmax_scale=scale, causal=causal, window_size=window or (-1, -1), num_splits=0)
         tensors = [t.transpose(1, 2) for t in (q, k, v)]  # its layout is [B, S, H, D]
         if fp8:
@@ -302,7 +304,7 @@ def _fa4() -> Op:
     return attend
 
 
-# The versions of the forward against each other, from a few queries and keys to many.
+# Cases that compare the versions of the forward, from few queries and keys to many.
 LENGTHS = (32, 128, 512, 2048, 8192, 32768, 200_000)
 GRID = tuple(
     _case(1, 8, queries, keys, dim)
@@ -319,7 +321,7 @@ PLAIN = tuple(case for case in CASES if case.bench and not case.params.get("fp8"
 
 
 def _picks_cuda(case: Case) -> bool:
-    """Whether the forward in CUDA C++ runs on an H200."""
+    """Returns whether the forward in CUDA C++ runs on an H200."""
     d = case.dims
     sizes = (d["queries"], d["keys"], d["batch"] * d["kv_heads"], d["group"])
     return forward_configs.pick_forward("auto", case.dtype, *sizes, H200_SMS, "cuda", d["dim"])[0] == "cuda"
@@ -371,13 +373,13 @@ def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     return None
 
 
-# What racecheck finds. tests/test_false_alarms.py shows it on a kernel of a few lines.
+# Why racecheck's reports are false alarms. tests/test_false_alarms.py reproduces one with a kernel of a few lines.
 HANDED_OVER = (
     "a bulk copy or a warp hands it over through an mbarrier, and racecheck does not know which threads wait for those"
 )
 
 HOST_CASES = (_case(1, 2, 128, 128, 64, suffix="host", causal=True),)
-# Few tokens, where PyTorch as it is called is what one would use.
+# Few tokens, where a user would call PyTorch without naming a backend.
 SMALL = tuple(
     _case(batch, heads, tokens, tokens, 64, dtype)
     for dtype in (FP16, BF16)
@@ -386,7 +388,7 @@ SMALL = tuple(
 
 
 def _sdpa_as_called() -> Op:
-    """With the backend that PyTorch chooses; to name one takes a context, which takes the host's time."""
+    """Returns SDPA with the backend that PyTorch chooses. Naming one needs a context manager, which costs host time."""
 
     def attend(q, k, v, *, causal=False, scale=None, num_context=None, **_):
         k, v = (k, v) if num_context is None else (k[:, :, :num_context], v[:, :, :num_context])
@@ -400,19 +402,19 @@ def _as_called(case: Case, mode: str) -> str | None:
     return "returns no lse" if case.params.get("return_lse") else _square_if_causal(case)
 
 
-CARRY_QUERIES = 4096  # from so many on the carry is timed: there the ring's blocks begin
+CARRY_QUERIES = 4096  # least queries for which the carry is timed: blocks of ring attention are not shorter
 
 
 def _carry(case: Case, mode: str) -> str | None:
-    """What attention in blocks of keys does not take, or is not timed on."""
+    """Returns why attention in blocks of keys does not support a case, or is not timed on it, or None."""
     if set(case.params) - {"causal", "scale"}:
         return "has no window, context, e4m3 or lse"
     return "is timed on blocks as long as a ring's" if case.bench and case.dims["queries"] < CARRY_QUERIES else None
 
 
 def _carry_cost(case: Case, mode: str) -> Cost:
-    """That of attention, and what two blocks add: the forward writes and reads out in fp32 and lse once more; the
-    backward sets dq, dk and dv in fp32 to 0, adds to dq twice and to dk and dv once, and rounds all three."""
+    """Returns the cost of attention plus that of two blocks: the forward writes and reads fp32 out and lse once more.
+    The backward zeros fp32 dq, dk and dv, adds to dq twice and to dk and dv once, and rounds all three."""
     plain, d = cost(case, mode), case.dims
     rows = d["batch"] * d["kv_heads"] * d["group"] * d["queries"]
     keys = 2 * d["batch"] * d["kv_heads"] * d["keys"]
@@ -427,8 +429,8 @@ SPEC = KernelSpec(
         "triton": partial(attention, forward="portable", backward="separate"),
         "triton-fused": partial(attention, backward="fused"),
     },
-    # On the CPU the first is the second, and the interpreter would take minutes for the battery of the last; there
-    # test_attention.py compares them.
+    # On the CPU "triton" is the same as "auto". The interpreter would take minutes for all checks of "triton-fused":
+    # there test_attention.py compares them.
     min_capability={"triton": (9, 0), "triton-fused": (8, 0)},
     alias_reason=_alias_reason,
     baselines=(
@@ -454,7 +456,7 @@ SPEC = KernelSpec(
     determinism={"fwd": "run-to-run", "bwd": "on request"},
     unit="queries",
     items=lambda case: case.dims["batch"] * case.dims["queries"],
-    # Whether a masked number is multiplied by 0 or not read at all depends on the tiles: 0 · NaN is NaN.
+    # Whether a masked element is multiplied by 0 or not read at all depends on the tiles, and 0 · NaN is NaN.
     # In e4m3 an infinity is NaN.
     finite_only=lambda case: any(case.params.get(name) for name in ("causal", "window", "fp8")),
     sampled=_sampled,

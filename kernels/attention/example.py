@@ -1,6 +1,6 @@
 """One call of attention, small or of a size that models have.
 
-`selftest` holds it against the reference, `info` asks which kernels it launches.
+`selftest` compares it with the reference, and `info` lists the kernels that it launches.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient, and options that choose a version, and
-    what "auto" is of them on Hopper."""
+    """Returns `inputs` of the public function, the names of those with gradients, options that choose a version, and
+    the version that "auto" picks on Hopper."""
     batch, heads, kv_heads, length, dim = (1, 2, 1, 37, 16) if small else (1, 32, 8, 4096, 128)
     inputs: dict[str, Any] = {"q": torch.randn(batch, heads, length, dim, device=device, dtype=dtype)}
     for name in ("k", "v"):

@@ -1,4 +1,4 @@
-"""The public function: checks, the fast path of eager calls, registration with torch.library, autograd."""
+"""The public function `attention`: checks, fast path of eager calls, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .versions import BACKWARD, FORWARD, attention_fp8_fwd, bwd_plan, empty_stat
 
 MAX_DIM = 256
 
-# Named after the package, so that a copy of this folder under another name registers ops of its own.
+# Named after the package: a copy of this folder under another name then registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
 _FORWARD, _BACKWARD = Plans(), Plans()
 
@@ -32,37 +32,41 @@ def attention(
     forward: str = "auto",
     backward: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Scaled dot-product attention, exact, without its matrix of scores (Dao et al. 2022, arXiv:2205.14135).
+    """Computes exact scaled dot-product attention without storing the matrix of scores.
 
         s = scale · q kᵀ        out = softmax(s) v        lse = log Σ exp(s)          over the keys that a query sees
 
-    q            [B, Hq, Sq, D], 1 <= D <= 256; fp32, fp16 or bf16. [B, S, H, D] is passed as x.transpose(1, 2): tensors
-                 of any strides are read in place if the rows of D are contiguous, and otherwise copied.
-    k, v         [B, Hkv, Sk, D], dtype and device of q. Hq is a multiple of Hkv: query head h uses key head
+    q            [B, Hq, Sq, D], 1 <= D <= 256; fp32, fp16 or bf16. Tensors of any strides are read in place if rows of
+                 D are contiguous, and copied otherwise. So [B, S, H, D] is passed as x.transpose(1, 2).
+    k, v         [B, Hkv, Sk, D], dtype and device of q. Hq is a multiple of Hkv: query head h uses KV head
                  h // (Hq // Hkv).
-    causal       Query i sees keys j <= i + Sk − Sq: the last query sees all, and the first queries none if Sq > Sk.
+    causal       query i sees keys j <= i + Sk − Sq: the last query sees all, and the first Sq − Sk queries none
     scale        a positive number, by default 1 / sqrt(D)
-    num_context  only the first num_context rows of k and v count; everything else is as if they were all there are
-    window       (left, right) as FlashAttention's: query i sees i + Sk − Sq − left <= j <= i + Sk − Sq + right; −1 is
+    num_context  the number of valid keys: only the first num_context rows of k and v are used, as if Sk were
+                 num_context. By default all are valid.
+    window       (left, right) as in FlashAttention: query i sees i + Sk − Sq − left <= j <= i + Sk − Sq + right; −1 is
                  no bound. With causal, right is 0.
     return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
-    fp8          q, k and v are rounded to e4m3, with scales for 64 queries, 96 or 128 keys and 768 or 1024 values, and
-                 so are the probabilities; sums are fp32. For fp16 and bf16, D up to 128, compute capability 9.0, with
-                 neither a window nor a gradient. ±inf counts as NaN.
+    fp8          round q, k and v to e4m3, with a scale for each 64 queries, 96 or 128 keys, and 768 or 1024 rows of v.
+                 Probabilities are rounded to e4m3 too. Accumulation is in about 14 bits over the rows of v that share a
+                 scale, else in fp32. For fp16 and bf16, D up to 128, compute capability 9.0, no window, no gradient.
+                 ±inf becomes NaN.
     forward      "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, no window, 16-byte
-                 boundaries; CuPy compiles it), "gluon" (the same for any D >= 32), "portable" or "split"
+                 aligned rows; CuPy compiles it), "gluon" (the same for any D >= 32), "portable" or "split"
                  (split-K over the keys, then combined); "auto" picks one
-    backward     "separate" (dQ in a kernel of its own), "fused" (everything in one pass) or "cuda" (fused, in CUDA C++,
-                 for what the forward of that name takes); "auto" picks one
+    backward     "separate" (dQ in a kernel of its own), "fused" (dQ, dK and dV in one kernel) or "cuda" (fused, in
+                 CUDA C++, for the problems that forward "cuda" supports); "auto" picks one
 
-    Returns out, in shape and dtype of q and in its memory order (row-major if q is copied). A query that sees no key
-    has out 0, lse −inf and no gradient. Sums are fp32; p and ds are rounded to the dtype for the matrix products, as in
-    FlashAttention. Saved for the backward: q, k, v, out, lse. Results are deterministic, but for dq of backward "cuda",
-    whose sums have no fixed order where several CTAs add to them: there "auto" does not pick it under
+    Returns out, or (out, lse). out has shape, dtype and memory order of q (row-major if q is copied). A query that sees
+    no key has out 0, lse −inf and zero gradient. Accumulation is in fp32; p and ds are rounded to the dtype for the
+    GEMMs, as in FlashAttention. Saved for the backward: q, k, v, out, lse. Results are deterministic, except dq of
+    backward "cuda" where several CTAs add to it with atomics: there "auto" does not pick "cuda" under
     torch.use_deterministic_algorithms(True).
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter, or for a version that this GPU or problem does not have.
+    outside Triton's interpreter, for a version that does not support this GPU or problem, or for fp8 with a gradient.
+
+    Source: Dao et al. 2022, arXiv:2205.14135, algorithm 1.
     """
     if isinstance(window, list):
         window = tuple(window)  # type: ignore[assignment]
@@ -80,7 +84,7 @@ def attention(
         out, lse, _ = plan(q, k, v)
         return (out, lse) if return_lse else out
     if torch._C._is_torch_function_mode_enabled() and not torch.compiler.is_compiling():
-        # As PyTorch's own functions do: a mode, such as a context parallel, may have another implementation.
+        # As PyTorch's own functions do: a mode, such as context parallelism, may replace the implementation.
         options = dict(causal=causal, scale=scale, num_context=num_context, window=window, return_lse=return_lse)
         options |= dict(fp8=fp8, forward=forward, backward=backward)
         return torch.overrides.handle_torch_function(attention, (q, k, v), q, k, v, **options)
@@ -101,7 +105,7 @@ def attention(
 
 
 def attention_options(q, k, causal, scale, num_context, window, forward, backward):
-    """(scale, left, right, keys, forward, backward) as the op has them. ValueError for what is wrong with one."""
+    """Returns (scale, left, right, keys, forward, backward), the arguments of the op. ValueError if one is invalid."""
     keys = k.shape[2]
     if num_context is not None:
         if not 0 <= num_context <= keys:
@@ -121,7 +125,7 @@ def attention_options(q, k, causal, scale, num_context, window, forward, backwar
 
 
 def check_qkv(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """TypeError, ValueError or RuntimeError, in the name of a public function, for what no version takes."""
+    """Raises TypeError, ValueError or RuntimeError, in the name of a public function, if no version supports these."""
     if not isinstance(q, torch.Tensor) or q.dtype not in FLOATS:
         raise TypeError(f"{name}: q must be a tensor of float32, float16 or bfloat16, got {kind(q)}")
     if q.dim() != 4 or not 1 <= q.shape[3] <= MAX_DIM:
@@ -153,7 +157,7 @@ def _window(window: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def _forward(q, k, v, options):
-    """out, lse and statistics, by a plan that is kept if these are plain tensors."""
+    """Returns out, lse and statistics. The launch plan is cached if these are plain tensors."""
     if not lean(q, k, v):
         return fwd_plan(q, k, v, *options[:-1])(q, k, v)
     key = signature(q), signature(k), signature(v), options
@@ -162,7 +166,7 @@ def _forward(q, k, v, options):
 
 
 def _backward(tensors, options, need_dq, need_dkv):
-    """dq, dk and dv. `tensors`: dout, dlse, q, k, v, out, lse, statistics."""
+    """Returns dq, dk and dv. `tensors`: dout, dlse, q, k, v, out, lse, statistics."""
     rest = (*options[:4], options[5], need_dq, need_dkv)
     if not lean(*tensors):
         return bwd_plan(*tensors, *rest)(*tensors)
@@ -172,13 +176,13 @@ def _backward(tensors, options, need_dq, need_dkv):
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
-    differentiated."""
+    """The autograd function of eager calls. Its backward goes through torch.library if it is traced, transformed or
+    differentiated again."""
 
     @staticmethod
     def forward(ctx, q, k, v, plan, options, return_lse):
         out, lse, statistics = plan(q, k, v)
-        ctx.set_materialize_grads(False)  # most of the time lse has no gradient
+        ctx.set_materialize_grads(False)  # lse rarely has a gradient: None, not a tensor of zeros
         ctx.options = options
         ctx.save_for_backward(q, k, v, out, lse, statistics)
         return (out, lse) if return_lse else out
@@ -188,12 +192,12 @@ class _Attention(torch.autograd.Function):
         return *_gradients(ctx, dout, dlse, ctx.options), None, None, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has ruled functorch out.
+# torch.autograd.Function.apply checks for functorch first, which `lean` has already ruled out.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
 def _gradients(ctx, dout, dlse, options):
-    """dq, dk and dv, each None if it is not needed or zero."""
+    """Returns dq, dk and dv, each None if it is not needed or if there is no incoming gradient."""
     if dout is None and dlse is None:
         return None, None, None
     q, k, v, out, lse, statistics = ctx.saved_tensors
@@ -278,7 +282,7 @@ def _(dout, dlse, q, k, v, out, lse, statistics, scale, left, right, keys, backw
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.set_materialize_grads(False)  # most of the time lse has no gradient
+    ctx.set_materialize_grads(False)  # lse rarely has a gradient: None, not a tensor of zeros
     q, k, v, *options = inputs
     ctx.options = tuple(options)
     out, lse, statistics = output

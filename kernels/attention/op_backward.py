@@ -1,4 +1,4 @@
-"""The backward alone, into the caller's memory: for autograd.Functions that hold more than attention."""
+"""The backward alone, into the caller's memory: for autograd functions that compute more than attention."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def attention_backward(
     window: tuple[int, int] | None = None,
     backward: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv of `attention`, from its results (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
+    """Computes dq, dk and dv of `attention` from its results.
 
         p = exp(s − lse)     ds = p ∘ (dout vᵀ − rowsum(dout ∘ out) + dlse)
         dq = scale · ds k     dk = scale · dsᵀ q     dv = pᵀ dout          over the keys that a query sees
 
-    For an autograd.Function that holds more than attention: gradients are written where its next product reads them,
-    such as dk and dv into slices of one [B, Sk, 2, Hkv, D], with no copy that joins them.
+    For an autograd function that computes more than attention. The gradients are written where its next GEMM reads
+    them, such as dk and dv into slices of one [B, Sk, 2, Hkv, D], without a concatenation.
 
     dout        [B, Hq, Sq, D], dtype of q: gradient of out
     q, k, v     as in `attention`, and so are causal, scale, num_context, window and backward
@@ -47,12 +47,15 @@ def attention_backward(
     dq, dk, dv  None, or memory for the gradients: like q, k and v in shape and dtype, of any strides with contiguous
                 rows of D, without overlap. All of it is overwritten.
 
-    Returns dq, dk and dv, these or new ones. Deterministic as `attention` is. There is lse alone, whose rounding is
-    that of the largest score: where fp32 scores are in the thousands gradients are less exact than `attention`'s.
+    Returns dq, dk and dv, in the given memory or in new tensors. Deterministic as `attention` is. The row statistics
+    are lse alone, whose rounding error grows with the largest score: where fp32 scores are in the thousands, gradients
+    are less exact than those of `attention`.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, layout, device or option, RuntimeError for a
     tensor that requires grad while grad mode is on, for a CPU tensor outside Triton's interpreter, or for a version
-    that does not take the problem.
+    that does not support the problem.
+
+    Source: Dao et al. 2022, arXiv:2205.14135, algorithm 4.
     """
     tensors, given = (dout, dlse, q, k, v, out, lse, dq, dk, dv), (causal, scale, num_context, window, backward)
     if lean(*tensors) and not torch.is_grad_enabled():
@@ -69,7 +72,7 @@ def attention_backward(
 
 
 def _options(q, k, causal, scale, num_context, window, backward) -> tuple[float, int, int, int, str]:
-    """(scale, left, right, keys, backward) as the op has them."""
+    """Returns (scale, left, right, keys, backward), the arguments of the op."""
     scale, left, right, keys, _, backward = attention_options(
         q, k, causal, scale, num_context, window, "auto", backward
     )

@@ -1,5 +1,5 @@
-"""Attention over keys in blocks, each accumulated into the running result: `attention_partial` and its backward as ring
-attention calls them, on one GPU. It measures their cost over that of `attention`, and the sanitizer runs it."""
+"""Attention over blocks of keys, one call each: `attention_partial` and its backward as ring attention calls them, but
+on one GPU. The benchmark measures their cost over that of `attention`, and the sanitizer runs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def attention_in_blocks(
     scale: float | None = None,
     blocks: int = 2,
 ) -> torch.Tensor:
-    """`attention(q, k, v, causal=causal, scale=scale)`, differentiable, with keys in that many blocks."""
+    """Computes `attention(q, k, v, causal=causal, scale=scale)`, differentiable, in `blocks` blocks of keys."""
     return _InBlocks.apply(q, k, v, causal, scale, blocks)
 
 

@@ -1,8 +1,8 @@
-"""Attention over one block of keys of several: the public functions that ring attention is made of.
+"""Attention over one block of keys of several: the public functions on which ring attention is built.
 
-The kernel that computes a block also merges it into a running (out, lse), so that no separate pass over memory merges
-blocks. A block's gradients are added to fp32 accumulators, which the first block may write. These functions are not
-differentiable: the caller has an autograd.Function.
+The kernel that computes a block also merges it into a running (out, lse), so merging needs no pass of its own over
+memory. The gradients of a block are added to fp32 accumulators; the first block may write them instead. These functions
+are not differentiable: the caller defines the autograd function.
 """
 
 from __future__ import annotations
@@ -43,28 +43,33 @@ def attention_partial(
     result: torch.Tensor | None = None,
     version: str = "auto",
 ) -> None:
-    """Adds a block of keys and values to a running attention, in place (Milakov and Gimelshein 2018, arXiv:1805.02867).
+    """Merges attention over a block of keys and values into a running (out, lse), in place.
 
         s = scale · q kᵀ     L = log(exp(lse) + Σ exp(s))     out ← exp(lse − L) out + Σ exp(s − L) v     lse ← L
 
     q          [B, Hq, Sq, D], 1 <= D <= 256; fp32, fp16 or bf16
     k, v       [B, Hkv, Sk, D], dtype and device of q; Hq is a multiple of Hkv
     out        [B, Hq, Sq, D], fp32, rows of D contiguous: attention over the keys so far. A row whose lse is −inf is
-               undefined: it is not read, so that the first block needs no zeros, and may not be written.
+               undefined. It is not read, so the first block needs no zeros. It may be left unwritten.
     lse        [B, Hq, Sq], fp32, rows contiguous: natural logarithm; −inf where no key has been seen
-    causal     Query i stands at q_offset + i and key j at k_offset + j, and is seen if it is not behind the query.
+    causal     query i, at position q_offset + i, sees keys j with k_offset + j <= q_offset + i
     scale      a positive number, by default 1 / sqrt(D)
-    result     [B, Hq, Sq, D] of q's dtype: out goes there, rounded, and not to `out`; for the last block. A query that
-               saw no key in any block has 0.
-    version    "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, 16-byte boundaries),
-               "portable" (Triton), or "auto", the first where it takes the problem
+    q_offset   position of query 0 (an integer; used with causal only)
+    k_offset   position of key 0
+    result     [B, Hq, Sq, D] of q's dtype, for the last block: the rounded output is written to `result`, and not to
+               `out`. A query that saw no key in any block has 0.
+    version    "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, 16-byte aligned rows),
+               "portable" (Triton), or "auto": "cuda" where it supports the problem, else "portable"
 
-    Sums are fp32, and each run gives the same bits. The backward has lse alone, whose rounding is that of the largest
-    score: where fp32 scores are in the thousands its gradients are less exact than `attention`'s.
+    Returns None: out, or result, and lse are updated. Accumulation is in fp32, and results are deterministic. The
+    backward uses lse alone, whose rounding error grows with the largest score: where fp32 scores are in the thousands,
+    its gradients are less exact than those of `attention`.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, layout, device or option, RuntimeError for a
     tensor that requires grad while grad mode is on, for a CPU tensor outside Triton's interpreter, or for a version
-    that does not take the problem.
+    that does not support the problem.
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867.
     """
     tensors, given = (q, k, v, out, lse, result), (causal, scale, q_offset, k_offset, version)
     if lean(*tensors) and not torch.is_grad_enabled() and q.dim() == k.dim() == 4:
@@ -80,11 +85,14 @@ def attention_partial(
 
 
 def attention_delta(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None = None) -> torch.Tensor:
-    """delta = rowsum(dout ∘ out) − dlse, fp32 [B, H, S]: what `attention_partial_backward` needs of each query for any
-    block of keys.
+    """Computes delta, which `attention_partial_backward` needs for each query and which is the same for all key blocks.
+
+        delta = rowsum(dout ∘ out) − dlse
 
     dout, out  [B, H, S, D], fp32, fp16 or bf16, the same shape, dtype and device
     dlse       [B, H, S], fp32: gradient of lse; None is 0
+
+    Returns delta, fp32 [B, H, S].
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, RuntimeError for a CPU tensor outside
     Triton's interpreter.
@@ -131,25 +139,28 @@ def attention_partial_backward(
     result: torch.Tensor | None = None,
     version: str = "auto",
 ) -> None:
-    """Adds what a block of keys and values contributes to the gradients, in place, from lse and out over all keys.
+    """Adds the contribution of a block of keys and values to the gradients, in place, from lse and out over all keys.
 
         p = exp(s − lse)     ds = p ∘ (dout vᵀ − delta)     dq += scale · ds k     dk += scale · dsᵀ q     dv += pᵀ dout
 
     dout         [B, Hq, Sq, D], dtype of q: gradient of out
-    q, k, v      as in `attention_partial`, and so are causal, scale, the offsets and version
+    q, k, v      as in `attention_partial`, as are causal, scale, the offsets and version
     out          [B, Hq, Sq, D], dtype of q: attention over all keys; may be None where delta is given
     lse          [B, Hq, Sq], fp32, rows contiguous: over all keys
-    dq, dk, dv   fp32, shapes of q, k and v, rows of D contiguous; None for what is not needed
-    delta        `attention_delta(dout, out, dlse)`, computed here if it is None, with dlse 0
-    add_dq       False: dq is not read but written, so that the first block needs no zeros; where no key is seen it is 0
-    add_dkdv     the same of dk and dv
-    result       [B, Hq, Sq, D] of q's dtype: dq with its sum goes there, rounded, and dq, which must be given, is
-                 undefined from then on; for the last block
+    dq, dk, dv   fp32, shapes of q, k and v, rows of D contiguous; None if it is not needed
+    delta        `attention_delta(dout, out, dlse)`; None: it is computed here, with dlse 0
+    add_dq       False: dq is written without being read, so the first block needs no zeros; 0 where no key is seen
+    add_dkdv     the same for dk and dv
+    result       [B, Hq, Sq, D] of q's dtype, for the last block: the total dq is written to `result`, rounded. dq must
+                 be given, and is undefined afterwards.
 
-    dk and dv are deterministic, and dq in the portable version; the Hopper version adds up dq by atomics, in no fixed
-    order: "auto" does not pick it under torch.use_deterministic_algorithms(True).
+    Returns None: dq, dk and dv, or result, are updated. dk and dv are deterministic, and so is dq of "portable".
+    "cuda" accumulates dq with atomics, in no fixed order: "auto" does not pick it under
+    torch.use_deterministic_algorithms(True).
 
-    Raises what `attention_partial` raises.
+    Raises the errors of `attention_partial`.
+
+    Source: Dao et al. 2022, arXiv:2205.14135, algorithm 4.
     """
     tensors, given = (dout, q, k, v, lse, dq, dk, dv), (causal, scale, q_offset, k_offset, version)
     adding = bool(add_dq), bool(add_dkdv)
@@ -170,7 +181,8 @@ def attention_partial_backward(
 
 
 def _shift(q: torch.Tensor, k: torch.Tensor, causal: bool, q_offset: int, k_offset: int) -> int:
-    """Query i stands beside key i + shift. What lies beyond all rows makes no difference: so there are few plans."""
+    """Returns the shift: query i is aligned with key i + shift. It is clamped to the range in which it changes the
+    mask, so that few launch plans are cached."""
     if not isinstance(q_offset, int | torch.SymInt) or not isinstance(k_offset, int | torch.SymInt):
         raise TypeError(f"attention_partial: q_offset and k_offset must be integers, got {q_offset!r} and {k_offset!r}")
     return max(-q.shape[2], min(q_offset - k_offset, k.shape[2])) if causal else 0
@@ -179,7 +191,7 @@ def _shift(q: torch.Tensor, k: torch.Tensor, causal: bool, q_offset: int, k_offs
 def _options(
     q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, q_offset: int, k_offset: int, version: str
 ) -> tuple[bool, float, int, str]:
-    """(causal, scale, shift, version) as the ops have them."""
+    """Returns (causal, scale, shift, version), the arguments of the ops."""
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
     elif not 0 < scale < math.inf:
@@ -188,8 +200,8 @@ def _options(
 
 
 class _Seen(NamedTuple):
-    """The queries from `start` on see some of the first `keys` keys; with `masked` not all of them, but query i,
-    counted from `start`, those up to i + shift."""
+    """The part of the problem that has visible pairs: queries from `start` on, and the first `keys` keys. With `masked`
+    query i, counted from `start`, sees keys up to i + shift; otherwise it sees all."""
 
     start: int
     keys: int
@@ -198,7 +210,7 @@ class _Seen(NamedTuple):
 
     @classmethod
     def of(cls, queries: int, keys: int, causal: bool, shift: int) -> _Seen | None:
-        """None if there is no pair of a query and a key."""
+        """Returns None if no query sees a key."""
         start = max(0, -shift) if causal else 0
         seen = min(keys, queries + shift) if causal else keys
         if start >= queries or seen <= 0:
@@ -206,12 +218,12 @@ class _Seen(NamedTuple):
         return cls(start, seen, shift + start, causal and shift + start < seen - 1)
 
     def problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Problem:
-        """For the portable kernels, which count from the last query and the last key."""
+        """The problem for the portable kernels, which align the last query with the last key."""
         right = self.shift - (self.keys - q.shape[2]) if self.masked else -1
         return Problem(readable(q), readable(k), readable(v), scale, -1, right, self.keys)
 
     def hopper_problem(self, problem: Problem) -> Problem:
-        """For the kernels in CUDA C++, which are given the shift."""
+        """The problem for the kernels in CUDA C++, to which the shift is passed separately."""
         return Problem(problem.q, problem.k, problem.v, problem.scale, -1, 0 if self.masked else -1, self.keys)
 
 
@@ -227,12 +239,12 @@ def _forward_plan(
     shift: int,
     version: str,
 ) -> Callable[..., None]:
-    """Returns a function of (q, k, v, out, lse, result), tensors with the signatures of these, which are checked."""
+    """Returns a function of (q, k, v, out, lse, result), which must have the signatures of these checked tensors."""
     seen = _Seen.of(q.shape[2], k.shape[2], causal, shift) if q.numel() else None
     start = seen.start if seen else q.shape[2]
 
     def rest(out: torch.Tensor, lse: torch.Tensor, result: torch.Tensor | None) -> None:
-        """result of the queries that see none of the keys"""
+        """Writes result for the queries that see none of the keys."""
         if result is not None and start:
             none = (lse[:, :, :start] == -math.inf)[..., None]
             result[:, :, :start] = torch.where(none, 0.0, out[:, :, :start])
@@ -285,13 +297,13 @@ def _backward_plan(
     add_dq: bool,
     add_dkdv: bool,
 ) -> Callable[..., None]:
-    """Returns a function of (dout, q, k, v, lse, dq, dk, dv, delta, result), tensors with the signatures of these,
-    which are checked."""
+    """Returns a function of (dout, q, k, v, lse, dq, dk, dv, delta, result), which must have the signatures of these
+    checked tensors."""
     seen = _Seen.of(q.shape[2], k.shape[2], causal, shift) if q.numel() else None
     start, keys = (seen.start, seen.keys) if seen else (q.shape[2], 0)
 
     def rest(dq, dk, dv, result) -> None:
-        """The gradients of queries and keys of which no pair is seen."""
+        """Writes zeros for queries that see no key and keys that no query sees, unless gradients are added."""
         if result is not None and start:
             result[:, :, :start] = dq[:, :, :start] if add_dq else 0
         elif dq is not None and start and not add_dq:
@@ -312,7 +324,7 @@ def _backward_plan(
     problem = seen.problem(rows(q), k, v, scale)
     hopper = seen.hopper_problem(problem)
     made = sums(dq, q), sums(dk, k), sums(dv, v)
-    # lse and delta are read with one distance between heads.
+    # The kernel has one head stride for both lse and delta.
     alike = lse.stride() == delta.stride()
     last = None if result is None else rows(result)
     others = (readable(rows(dout)), *(() if last is None else (last,)))
@@ -348,7 +360,7 @@ def _backward_plan(
 
 
 def _by_cuda(problem: Problem, version: str, sums: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
-    """Whether the version in CUDA C++ runs. RuntimeError where it was requested and cannot."""
+    """Returns whether the version in CUDA C++ runs. RuntimeError if it was requested and cannot run."""
     if version == "portable":
         return False
     reason = cuda_unsupported_reason(problem, *others) or accumulators_unsupported_reason(*sums)

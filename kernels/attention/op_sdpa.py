@@ -1,7 +1,7 @@
 """`torch.nn.attention.activate_flash_attention_impl("ridgeline")`: PyTorch's flash attention runs these kernels.
 
-Once activated, F.scaled_dot_product_attention and torch's context parallel call them wherever they would call PyTorch's
-own flash attention; what these kernels do not support is an error that says why, as with PyTorch's other
+Once activated, F.scaled_dot_product_attention and PyTorch's context parallelism call them instead of PyTorch's own
+flash attention. A problem that these kernels do not support raises an error with the reason, as with PyTorch's other
 implementations.
 """
 
@@ -18,7 +18,7 @@ NAME = "ridgeline"
 
 
 class Registration:
-    """The kernels in PyTorch's dispatcher, until `remove`."""
+    """Holds the registration of these kernels in PyTorch's dispatcher until `remove`."""
 
     def __init__(self) -> None:
         self._library: Library | None = Library("aten", "IMPL")
@@ -30,7 +30,7 @@ class Registration:
 
 
 def register() -> bool:
-    """Enters the name in PyTorch's registry; False for a PyTorch without one. Nothing changes until it is activated."""
+    """Adds the name to PyTorch's registry; False for a PyTorch without one. Nothing changes until it is activated."""
     enter = getattr(torch.nn.attention, "register_flash_attention_impl", None)
     if enter is None:
         return False
@@ -48,8 +48,8 @@ def flash_forward(
     *,
     scale: float | None = None,
 ) -> tuple:
-    """aten::_scaled_dot_product_flash_attention. Raises RuntimeError for dropout, a debug mask, and a causal mask with
-    more or fewer queries than keys, which PyTorch aligns with the first key."""
+    """Implements aten::_scaled_dot_product_flash_attention. Raises RuntimeError for dropout, a debug mask, and a causal
+    mask with more or fewer queries than keys, where PyTorch aligns query 0 with key 0."""
     if return_debug_mask:
         raise RuntimeError(f"{NAME}: flash attention has no debug mask here")
     _check(query, key, dropout_p, is_causal)
@@ -77,8 +77,8 @@ def flash_backward(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """aten::_scaled_dot_product_flash_attention_backward. logsumexp and out may be those over more keys than `key` has,
-    as in a ring: the gradients are then this block's part."""
+    """Implements aten::_scaled_dot_product_flash_attention_backward. logsumexp and out may cover more keys than `key`
+    has, as in ring attention: the gradients are then the contribution of this block of keys."""
     _check(query, key, dropout_p, is_causal)
     tensors = (grad_out, None, query, key, value, out, logsumexp.contiguous(), None)
     dq, dk, dv = _backward(tensors, _options(query, key, is_causal, scale), True, True)
@@ -96,6 +96,6 @@ def _check(query: torch.Tensor, key: torch.Tensor, dropout_p: float, is_causal: 
 
 
 def _options(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: float | None) -> tuple:
-    """As `attention` gives them to its plans."""
+    """Returns the options that `attention` passes to its launch plans."""
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     return float(scale), -1, 0 if is_causal else -1, key.shape[2], "auto", "auto"

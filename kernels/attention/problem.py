@@ -1,4 +1,4 @@
-"""What the launchers share: the memory layout of tensors, sizes, and the kernel arguments that follow from them."""
+"""Shared by the launchers: memory layout of tensors, problem sizes, and the kernel arguments that follow from them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .configs.portable import Config, precision
 
 LOG2_E = 1.4426950408889634
 
-# Elements between rows: offsets within a tile of up to 256 rows are 32 bits wide.
+# Largest row stride in elements: offsets within a tile of up to 256 rows are 32 bits wide.
 MOST_STRIDE = 1 << 22
 
-# Arguments whose values Triton does not specialise kernels for (1, multiple of 16); `Problem.unit` gives alignment.
+# `do_not_specialize`: Triton compiles no variants for values of 1 or multiples of 16. `Problem.unit` gives alignment.
 _SIZES = ("queries", "padded", "keys", "dim", "heads", "all_heads", "group", "section", "splits", "keys_per_split")
 _STRIDES = (
     "qb",
@@ -48,13 +48,13 @@ PLAIN = [
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where rows of D are contiguous, else a copy that is contiguous throughout."""
+    """Returns the tensor itself if its rows of D are contiguous, else a contiguous copy."""
     return tensor if _in_place(tensor) else tensor.contiguous()
 
 
 def zero(x: torch.Tensor) -> None:
-    """Zeros a slice of rows of each head, 8 bytes at a time where alignment allows. PyTorch fills a tensor that is not
-    contiguous element by element: 33 MB of bf16 take 22 us on an H200, and 8 us this way."""
+    """Zeros a slice of rows of each head, 8 bytes at a time if alignment permits. PyTorch fills a non-contiguous tensor
+    element by element: 33 MB of bf16 take 22 us on an H200, and 8 us this way."""
     wide = 8 // x.element_size()
     if x.stride(-1) == 1 and not any(n % wide for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])):
         x = x.view(torch.int64)
@@ -62,7 +62,7 @@ def zero(x: torch.Tensor) -> None:
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Uninitialised memory; in the tensor's memory order if its rows of D are contiguous, else row-major."""
+    """Returns uninitialised memory, in the tensor's memory order if its rows of D are contiguous, else row-major."""
     if _in_place(tensor):
         return torch.empty_like(tensor)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -73,12 +73,12 @@ def _in_place(tensor: torch.Tensor) -> bool:
 
 
 def strides(name: str, tensor: torch.Tensor, unit: int, row: str = "m") -> dict[str, int]:
-    """The strides of batch, head and row as kernel arguments, in units of `unit` elements."""
+    """Returns the strides of batch, head and row as kernel arguments, in units of `unit` elements."""
     return {f"stride_{name}{axis}": tensor.stride(i) // unit for i, axis in enumerate(("b", "h", row))}
 
 
 def head_stride(lse: torch.Tensor) -> int:
-    """From a head of [B, H, S] to the next, batches counted on."""
+    """Returns the stride between consecutive heads of [B, H, S], over all batches."""
     return lse.stride(0) if lse.shape[1] == 1 else lse.stride(1)
 
 
@@ -86,7 +86,7 @@ def head_stride(lse: torch.Tensor) -> int:
 class Problem:
     """Attention of q [B, Hq, Sq, D] to the first `keys` rows of k and v [B, Hkv, Sk, D], all `readable`.
 
-    Scores are multiplied by `scale`. Query i sees keys i + Sk − Sq − left to i + Sk − Sq + right; -1 is no bound.
+    Scores are multiplied by `scale`. Query i sees keys i + keys − Sq − left to i + keys − Sq + right; -1 is no bound.
     """
 
     q: torch.Tensor
@@ -117,7 +117,7 @@ class Problem:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.q.shape[1] // self.k.shape[1]
 
     @property
@@ -126,17 +126,17 @@ class Problem:
         return self.left >= 0 or self.right >= 0
 
     def key_bytes(self) -> int:
-        """Of k and v, for each query head."""
+        """Bytes of k and v per query head."""
         return 2 * self.keys * self.dim * self.k.element_size() // self.group
 
     def query_bytes(self) -> int:
-        """Of q and the incoming gradient, for each KV head."""
+        """Bytes of q and the incoming gradient per KV head."""
         return 2 * self.queries * self.dim * self.q.element_size() * self.group
 
     def unit(self, *others: torch.Tensor) -> int:
-        """Elements in the unit in which D and all strides are passed to a kernel: 16 bytes if all rows are aligned to
-        that, else 1. The compiler derives the alignment from it. So two kernels are compiled, not one for each
-        combination of strides that happen to be multiples of 16."""
+        """The unit, in elements, in which D and all strides are passed to a kernel: 16 bytes if all rows are 16-byte
+        aligned, else one element. The compiler derives the alignment from it. So two kernels are compiled, not one for
+        each combination of strides that are multiples of 16."""
         tensors = (self.q, self.k, self.v, *others)
         elements = 16 // self.q.element_size()
         sizes = {size for t in tensors for size in (t.shape[3], *t.stride()[:3])}
@@ -144,7 +144,7 @@ class Problem:
         return elements if aligned else 1
 
     def arguments(self, unit: int) -> dict[str, Any]:
-        """q, k, v, the sizes and the band."""
+        """Kernel arguments: q, k, v, sizes, strides and the band (causal mask or window)."""
         return {
             "q_ptr": self.q,
             "k_ptr": self.k,
@@ -165,7 +165,7 @@ class Problem:
         }
 
     def tiles(self, config: Config) -> dict[str, Any]:
-        """The constexprs of a tile, and the compiler's options."""
+        """The constexprs of the tile shape, and the compiler's options."""
         return {
             "EVEN_D": self.dim == config.block_d,
             "BLOCK_M": config.block_m,
@@ -174,12 +174,12 @@ class Problem:
             "PRECISION": precision(self.q.dtype),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
-            # Else ptxas limits registers for a second CTA on an SM, and spills a few bytes in some fp32 kernels.
+            # Without it ptxas limits registers so that two CTAs fit an SM: some fp32 kernels then spill a few bytes.
             "maxnreg": 255 if self.q.dtype == torch.float32 else None,
         }
 
     def kind(self) -> tuple[int, bool, torch.dtype, tuple[int, int]]:
-        """(dim, banded, dtype, capability): what the `pick_*` of the Triton kernels take."""
+        """(dim, banded, dtype, capability): the arguments of the `pick_*` functions of the Triton kernels."""
         return self.dim, self.banded, self.q.dtype, self.capability()
 
     def capability(self) -> tuple[int, int]:
@@ -193,7 +193,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward saved, and the incoming gradients. out and dout are `readable`, the others contiguous."""
+    """Saved tensors of the forward, and incoming gradients. out and dout are `readable`, the others contiguous."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -203,7 +203,7 @@ class Saved:
 
 
 def tma_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
-    """Why TMA cannot read the problem's tensors and these others, or None if it can."""
+    """Returns why TMA cannot read the tensors of the problem and `others`, or None if it can."""
     reason = hopper_unsupported_reason(problem)
     if reason is None and problem.unit(*others) != 8:
         reason = "TMA needs rows, heads and batches on 16-byte boundaries"
@@ -211,7 +211,7 @@ def tma_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | Non
 
 
 def hopper_unsupported_reason(problem: Problem) -> str | None:
-    """Why the versions for Hopper cannot run the problem, alignment aside, or None."""
+    """Returns why the versions for Hopper cannot run the problem, or None. Alignment is not checked here."""
     if problem.capability() != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if problem.q.dtype not in (torch.float16, torch.bfloat16):
@@ -225,6 +225,6 @@ def hopper_unsupported_reason(problem: Problem) -> str | None:
 
 
 def unexpanded(x: torch.Tensor) -> torch.Tensor:
-    """x, copied if it is expanded (a stride of 0), for which CUDA's documentation does not define tensor maps."""
+    """Returns x, or a copy if it is expanded (stride 0): CUDA's documentation does not define tensor maps for that."""
     expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.contiguous() if expanded else x

@@ -7,7 +7,7 @@ import math
 import torch
 from torch.utils.checkpoint import checkpoint
 
-# Scores that may be in memory at a time: in fp64 8 GiB, and the backward needs a few such tensors.
+# Most scores in memory at a time: 8 GiB in fp64, and the backward needs a few such tensors.
 MOST_SCORES = 1 << 30
 
 
@@ -23,8 +23,8 @@ def attention_reference(
     return_lse: bool = False,
     fp8: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The definition of `attention`. Where the scores are too many for memory, a piece of the queries at a time, and
-    again in the backward. fp8: of what e4m3 makes of q, k and v; fp64 is exact."""
+    """Computes `attention` by its definition. If the scores do not fit memory, it computes them for chunks of queries,
+    and recomputes them in the backward. fp8: q, k and v are rounded to e4m3 first, except in fp64."""
     if fp8 and q.dtype != torch.float64:
         q, k, v = _to_e4m3(q, 64), _to_e4m3(k, 128), _to_e4m3(v, 1024)
     batch, heads, queries, dim = q.shape
@@ -59,7 +59,7 @@ def attention_reference(
 def _rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, left: int, right: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of some rows, the first of which stands beside key `position`."""
+    """Returns output and log-sum-exp of some rows, the first of which is aligned with key `position`."""
     scores = q @ k.transpose(-1, -2)
     if left >= 0 or right >= 0:
         here = torch.arange(q.shape[2], device=q.device)[:, None] + position
@@ -81,12 +81,12 @@ def _rows(
 
 
 def _log(total: torch.Tensor) -> torch.Tensor:
-    """log, and of nought -inf with a gradient of nought."""
+    """Returns log(total). The log of 0 is -inf, with gradient 0."""
     return torch.where(total == 0, -math.inf, torch.where(total == 0, 1, total).log())
 
 
 def _to_e4m3(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x rounded to e4m3, with a power of two for so many rows: the smallest by which the largest magnitude fits."""
+    """Returns x rounded to e4m3. Each block of `rows` rows has the smallest power-of-two scale that avoids overflow."""
     if x.numel() == 0:
         return x
     blocks = [block.to(torch.promote_types(x.dtype, torch.float32)) for block in x.split(rows, dim=2)]

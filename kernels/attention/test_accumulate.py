@@ -17,14 +17,14 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def _positions(layout: str, queries: int, blocks: list[int]) -> tuple[list[int], int]:
-    """Where the last query stands beside all keys, and by how much query 0 is ahead of each block's key 0."""
+    """Returns the shift of each block (query 0 is aligned with its key `shift`), and the shift over all keys."""
     starts = list(itertools.accumulate(blocks, initial=0))[:-1]
     first = {"last": sum(blocks) - queries, "middle": blocks[0] + 5}[layout]
     return [first - start for start in starts], first
 
 
 def _oracle(q, k, v, dout, first, causal):
-    """out, lse, dq, dk, dv in fp64. Query i sees keys up to first + i."""
+    """Returns out, lse, dq, dk, dv in fp64. Query i sees keys up to first + i."""
     q, k, v, dout = (x.double().requires_grad_() for x in (q, k, v, dout))
     group = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -39,7 +39,7 @@ def _oracle(q, k, v, dout, first, causal):
 
 
 def _trimmed(shift: int, queries: int, keys: int) -> tuple[int, int, int]:
-    """First query that sees a key, number of keys that are seen, and the shift of what is left."""
+    """Returns the first query that sees a key, the number of visible keys, and the shift counted from that query."""
     start = max(0, -shift)
     return start, min(keys, queries + shift), shift + start
 
@@ -60,7 +60,7 @@ def test_blocks_of_keys_add_up(dtype, dim, layout, heads, kv_heads, queries, blo
     shifts, first = _positions("last" if layout == "full" else layout, queries, blocks)
     want = _oracle(q, k, v, dout, first, causal)
     scale = 1 / math.sqrt(dim)
-    # Two rows more on each side, so that strides are not those of the problem.
+    # Two more rows on each side, so that strides differ from those of the problem.
     wide = torch.full((2, heads, queries + 4, dim), math.nan, device=device)
     out, lse = wide[:, :, 2:-2], torch.full((2, heads, queries + 4), -math.inf, device=device)[:, :, 2:-2]
     result = torch.full_like(q, math.nan)
@@ -102,7 +102,7 @@ def test_blocks_of_keys_add_up(dtype, dim, layout, heads, kv_heads, queries, blo
 
 @pytest.mark.parametrize("dim", (64, 128))
 def test_infinite_and_nan_scores_reach_the_running_attention(dim):
-    """inf and NaN of one block stay in the rows that saw them, whichever block comes first."""
+    """inf and NaN of one block appear in exactly the rows that see them, for any order of blocks."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 256, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     q[0, 0, 3, 0], q[0, 1, 7, 1] = math.nan, math.inf

@@ -1,4 +1,4 @@
-"""What is special to attention; `tests/test_specs.py` checks the rest from SPEC."""
+"""Tests that are specific to attention; `tests/test_specs.py` checks the rest from SPEC."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMS = ("separate", "fused")
 
 
 class Passing(TorchDispatchMode):
-    """Changes nothing, and is enough for a call to go through torch.library."""
+    """A dispatch mode that changes nothing, but makes calls go through torch.library."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -39,7 +39,7 @@ def tensors(queries: int, keys: int, heads: int = 2, kv_heads: int = 1, dim: int
 
 
 def everything(op, leaves: list[torch.Tensor], **options) -> tuple[torch.Tensor, ...]:
-    """out, lse, and the gradients under fixed incoming ones."""
+    """Returns out, lse, and the gradients for fixed incoming gradients."""
     leaves = [t.detach().requires_grad_() for t in leaves]
     out, lse = op(*leaves, return_lse=True, **options)
     dout = torch.linspace(-2, 2, out.numel(), device=DEVICE).view(out.shape).to(out.dtype)
@@ -53,7 +53,7 @@ def close(mine, other) -> None:
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tiles in a small problem."""
+    """Sets small tiles, so that a small problem has many."""
     for name in ("pick_fwd_config", "pick_dkdv_config", "pick_dq_config", "pick_fused_config"):
         monkeypatch.setattr(configs, name, lambda dim, *_: Config(16, 16, configs.padded(dim), 4, 1))
 
@@ -84,7 +84,7 @@ BANDS = [(-1, 0), (0, 0), (5, -1), (20, 3), (3, 40)]
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("window", BANDS)
 def test_bands_over_many_tiles(window, form, monkeypatch):
-    """Rows before the first key, the diagonal through the middle of tiles, and bands narrower than a tile."""
+    """Queries that see no key, a diagonal through the middle of tiles, and bands narrower than a tile."""
     small_tiles(monkeypatch)
     queries, keys = ((50, 35), (20, 50))[BANDS.index(window) % 2]
     leaves = tensors(queries, keys)
@@ -95,7 +95,7 @@ def test_bands_over_many_tiles(window, form, monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "keys", "heads", "kv_heads"), [(1, 70, 6, 2), (20, 60, 2, 1), (3, 33, 2, 2)])
 def test_any_number_of_splits(queries, keys, heads, kv_heads, causal, monkeypatch):
-    """Some of them see nothing, and the last one is ragged."""
+    """Some splits have no visible keys, and the last one is partial."""
     small_tiles(monkeypatch)
     monkeypatch.setattr(configs, "pick_split_config", lambda rows, dim, *_: Config(16, 16, configs.padded(dim), 4, 1))
     leaves = tensors(queries, keys, heads, kv_heads)
@@ -107,7 +107,7 @@ def test_any_number_of_splits(queries, keys, heads, kv_heads, causal, monkeypatc
 
 @pytest.mark.parametrize(("splits", "expected"), [(1, (1, 80)), (2, (2, 48)), (3, (3, 32)), (50, (5, 16))])
 def test_there_are_no_more_splits_than_asked_for(splits, expected, monkeypatch):
-    """Of whole blocks of 16 keys, as even as these can be."""
+    """Splits are whole blocks of 16 keys, divided as evenly as possible."""
     launched = []
 
     class Kernel:
@@ -124,7 +124,7 @@ def test_there_are_no_more_splits_than_asked_for(splits, expected, monkeypatch):
 
 @pytest.mark.parametrize("version", ["portable", "split"])
 def test_keys_that_no_query_of_a_tile_sees_are_not_read(version, monkeypatch):
-    """Not even to be multiplied by a probability of 0: values that are not numbers would show it."""
+    """They are not multiplied by a probability of 0 either: values of NaN would show that."""
     small_tiles(monkeypatch)
     monkeypatch.setattr(configs, "pick_split_config", lambda rows, dim, *_: Config(16, 16, configs.padded(dim), 4, 1))
     monkeypatch.setattr(forward_configs, "pick_splits", lambda *_: 2)
@@ -138,7 +138,7 @@ def test_keys_that_no_query_of_a_tile_sees_are_not_read(version, monkeypatch):
 
 @pytest.mark.parametrize(("left", "right", "banded"), [(-1, -1, False), (-1, 0, True), (3, -1, True), (0, 5, True)])
 def test_a_mask_or_a_window_is_a_band(left, right, banded):
-    """In which the longest tiles of many heads go first."""
+    """In a band, the longest tiles of many heads are launched first."""
     assert Problem(*tensors(3, 4), 1.0, left, right, 4).banded == banded
 
 
@@ -187,7 +187,7 @@ def test_context_is_a_prefix_bit_for_bit():
 
 
 def test_heads_inside_rows_are_read_in_place(monkeypatch):
-    """[B, S, H, D] and the parts of one packed projection: no copy, and the output in the same order."""
+    """[B, S, H, D] and slices of a packed projection are not copied, and the output has the same memory order."""
     packed = normal(2, 20, 3, 2, 16)
     q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
     copies = []
@@ -216,7 +216,7 @@ def test_gradient_of_lse_alone():
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("form", FORMS)
 def test_all_scores_far_below_zero(form, monkeypatch):
-    """exp(-lse) overflows, and keys that only pad a tile have the score 0."""
+    """exp(-lse) overflows, and the padding keys of a tile have score 0."""
     small_tiles(monkeypatch)
     leaves = [20 * torch.ones(1, 1, 5, 16), -20 * torch.ones(1, 1, 20, 16) + 0.01 * torch.randn(1, 1, 20, 16)]
     leaves = [t.to(DEVICE) for t in (*leaves, torch.randn(1, 1, 20, 16))]
@@ -243,7 +243,7 @@ def test_no_kernel_for_a_gradient_that_nobody_wants(needed, monkeypatch):
 
 
 def test_memory_of_the_backward_does_not_grow_with_the_keys():
-    """Parts of dQ: no more than 16, whatever the number of key tiles."""
+    """There are at most 16 partial dQ, independent of the number of key tiles."""
     for heads, tiles, sms in itertools.product((1, 8, 32, 500), (1, 7, 2000), (4, 108, 132)):
         splits = configs.pick_fused_splits(heads, tiles, sms)
         assert 1 <= splits <= min(tiles, 16)
@@ -252,7 +252,7 @@ def test_memory_of_the_backward_does_not_grow_with_the_keys():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_sections_of_heads_that_do_not_divide_them(form, monkeypatch):
-    """Every tile of every head is visited, each once."""
+    """Every tile of every head is computed exactly once."""
     small_tiles(monkeypatch)
     for module in (forward, key_gradients, query_gradient):
         monkeypatch.setattr(module, "section", lambda *_: 2)
@@ -344,7 +344,7 @@ def test_fifty_equal_repeats(form):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dim", "causal"), [(64, False), (128, True)])
 def test_the_separate_backward_is_the_same_fifty_times(dim, causal):
-    """Bit for bit, while copies of another size move the CTAs against each other."""
+    """Results are bitwise equal while concurrent copies of varying size disturb the timing of CTAs."""
     leaves = [normal(2, heads, rows, dim, dtype=torch.bfloat16) for heads, rows in ((16, 1100), (8, 1000), (8, 1000))]
     noise, stream = normal(1 << 24), torch.cuda.Stream()
     first = everything(attention, leaves, causal=causal, backward="separate")
@@ -358,7 +358,7 @@ def test_the_separate_backward_is_the_same_fifty_times(dim, causal):
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements():
-    """Offsets are 64 bits wide: the last heads lie past what 32 reach."""
+    """Offsets are 64 bits wide: the last heads are beyond the range of 32 bits."""
     q, k, v = (
         torch.randn(1, 2**31 // (4096 * 64) + 2, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)
     )
@@ -370,7 +370,7 @@ def test_more_than_two_to_the_31_elements():
 
 
 def test_a_window_is_two_integers():
-    """A list, as a configuration in JSON has it, is one too."""
+    """A list, as read from JSON, is accepted too."""
     q, k, v = (torch.randn(1, 2, 8, 16, device=DEVICE) for _ in range(3))
     assert torch.equal(attention(q, k, v, window=[1, 0]), attention(q, k, v, window=(1, 0)))
     for window in (3, (1, 2, 3), (1.5, 0), "ab"):

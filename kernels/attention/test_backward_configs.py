@@ -14,7 +14,7 @@ from .configs import candidates
 from .configs.backward import Schedule
 from .sm90 import backward
 
-QUERY_TILES = [(64, 128), (128, 64), (128, 80)]  # with the width of the head
+QUERY_TILES = [(64, 128), (128, 64), (128, 80)]  # (head dimension, queries of a tile)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -28,7 +28,7 @@ def test_shares_of_the_backward_in_cuda(dim, causal):
         assert config.shared == 0 or (config.splits > 1 and not causal)
         assert config.alternate == (causal and group > 1)
         assert (dim, config.queries) in QUERY_TILES
-        # Tiles of 80 have no rows of dQ that a single block could store.
+        # With tiles of 80, dQ is transposed: SINGLE_BLOCK could not store rows of it.
         assert config.queries != 80 or (dim == 128 and keys > 128)
         assert config.queries % backward.helper_rows(config.queries) == 0
         waves = blocks + config.shared * (config.splits - 1) > 132
@@ -59,7 +59,7 @@ def test_shares_of_the_backward_in_cuda(dim, causal):
     ],
 )
 def test_where_the_backward_in_cuda_is_persistent(dim, queries, keys, heads, persistent, causal):
-    """Where there are more blocks and splits than SMs, and few tiles of queries."""
+    """PERSISTENT is picked where there are more blocks and splits than SMs, and few tiles of queries."""
     config = backward_configs.pick_cuda_bwd_config(queries, keys, dim, heads, 1, causal, 132)
     assert (config.schedule is Schedule.PERSISTENT) == persistent
     assert not persistent or config.queries == (128 if dim == 64 else 64)
@@ -89,8 +89,8 @@ def test_queries_of_a_tile_of_the_backward_in_cuda(dim, queries, keys, group, ca
 
 
 def schedule(keys: int, heads: int, section: int, tile: int, sms: int) -> int:
-    """Tiles until the last CTA of a causal backward is done, which start in their order as SMs become free.
-    3 for the start of each."""
+    """Returns the makespan of a causal backward, in tiles. CTAs start in order as SMs become free; prologue and
+    epilogue of each count as 3 tiles."""
     tiles, free = -(-keys // tile), [0] * sms
     for first in range(0, heads, section):
         for block in range(-(-keys // 128)):
@@ -102,8 +102,8 @@ def schedule(keys: int, heads: int, section: int, tile: int, sms: int) -> int:
 @pytest.mark.parametrize("sms", [78, 114, 132])
 @pytest.mark.parametrize("keys", [2048, 3000, 4096, 8192, 16_384])
 def test_sections_of_the_backward_are_balanced(keys, sms):
-    """Up to eight waves of CTAs: what is picked ends with the best of equal shares or up to 16 % later, in the mean 3.
-    Sections by L2 alone would end up to 50 % later."""
+    """Up to eight waves of CTAs, the picked section takes at most 16 % longer than the best number of equal sections,
+    and 3 % on average. Sections chosen by L2 alone would take up to 50 % longer."""
     behind = []
     for heads in range(1, 8 * sms * 128 // keys):
         config = backward_configs.pick_cuda_bwd_config(keys, keys, 128, heads, 1, True, sms)

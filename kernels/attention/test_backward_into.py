@@ -13,7 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _inputs(dtype, batch=2, heads=4, kv_heads=2, queries=37, keys=21, dim=16):
-    """q as a product leaves it, k and v packed in one tensor."""
+    """Returns q as a GEMM writes it, k and v packed in one tensor, and dout."""
     source = torch.Generator(DEVICE).manual_seed(0)
     q, dout = (torch.randn(batch, queries, heads, dim, device=DEVICE, generator=source) for _ in range(2))
     kv = torch.randn(batch, keys, 2, kv_heads, dim, device=DEVICE, generator=source)
@@ -23,7 +23,7 @@ def _inputs(dtype, batch=2, heads=4, kv_heads=2, queries=37, keys=21, dim=16):
 
 
 def _packed(k):
-    """Memory for dk and dv as slices of one tensor that NaN fills, with a guard behind."""
+    """Returns memory for dk and dv, slices of one tensor filled with NaN, and a guard region after them."""
     batch, heads, keys, dim = k.shape
     room = torch.full((batch, keys, 3, heads, dim), math.nan, dtype=k.dtype, device=k.device)
     dk, dv, guard = (x.transpose(1, 2) for x in room.unbind(2))
@@ -47,7 +47,7 @@ def test_gradients_are_attentions(dtype, options, backward) -> None:
     found = attention_backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, backward=backward, **options)
     assert all(a is b for a, b in zip(found, (dq, dk, dv), strict=True))
     assert guard.isnan().all()
-    # fp32 has no statistics here, so that p comes from lse, rounded once more.
+    # fp32 has no saved statistics here: p is computed from lse, which adds a rounding.
     limit = 2e-6 if dtype == torch.float32 else 0.0
     for mine, right in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, right, rtol=limit, atol=limit * 5)
@@ -132,7 +132,7 @@ def test_it_has_no_gradient() -> None:
     ids=str,
 )
 def test_cuda_writes_into_slices(sizes, causal) -> None:
-    """By TMA and by plain stores, whatever the schedule."""
+    """Gradients are stored by TMA and by plain stores, depending on the schedule."""
     q, k, v, dout = _inputs(torch.bfloat16, *sizes)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in leaves[1:])

@@ -1,4 +1,4 @@
-"""What the dispatcher picks: versions, tiles, sections and splits. Pure functions of sizes."""
+"""The `pick_*` functions: versions, tiles, sections and splits. Pure functions of sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CAPABILITIES = ((8, 0), (8, 6), (9, 0), (10, 0))
         (1, 32768, 64, 8, "split"),
         (564, 64000, 8, 1, "split"),
         (1, 64, 8, 1, "portable"),
-        (1, 64, 8, 8, "split"),  # a group in one tile, though nothing is shared out
+        (1, 64, 8, 8, "split"),  # the query heads of a group in one tile, though there is one split
     ],
 )
 def test_version_by_shape(queries, keys, kv_heads, group, version):
@@ -47,7 +47,7 @@ def forward_config(dim, queries, keys, causal=False, heads=8):
 
 
 def test_blocks_of_keys_at_64():
-    """112 are the fastest, but where they leave too much of the last block empty."""
+    """Blocks of 112 keys are the fastest, unless they pad the last block too much."""
     for block, several in ((64, (1, 64, 128, 192, 256, 512)), (112, (65, 112, 224, 448, 3000, 10_000, 200_000))):
         for keys in several:
             assert forward_config(64, 8192, keys).block_n == block
@@ -96,7 +96,7 @@ def test_every_width_has_a_tile(dtype, capability):
         config = pick(dim, banded, dtype, capability)
         assert dim <= config.block_d <= max(16, 2 * dim)
         assert delta.ROWS.value % config.block_m == 0
-        # Scores, in fp32, over the threads: what is in registers beside the accumulators.
+        # fp32 scores per thread, which are in registers in addition to the accumulators.
         assert config.block_m * config.block_n <= 64 * 32 * config.num_warps
 
 

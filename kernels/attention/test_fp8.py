@@ -16,7 +16,7 @@ from .test_attention import normal, tensors
 
 
 def e4m3(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bits of x [S, D] in e4m3 with a scale for so many rows, and the scales."""
+    """Returns the bits of x [S, D] in e4m3, with one scale per `rows` rows, and the scales."""
     blocks = x.float().split(rows)
     scales = [2.0 ** math.ceil(math.log2(b.abs().max().item() / 448)) if b.abs().max() > 0 else 1.0 for b in blocks]
     bits = [(b / s).to(torch.float8_e4m3fn).view(torch.uint8) for b, s in zip(blocks, scales, strict=True)]
@@ -31,7 +31,7 @@ def test_operands_of_the_forward_in_e4m3(queries, keys, dim, dtype):
     v[1, 1, 7] *= 300
     made = quantise.quantise(q, k, v, keys, 128, 8)
     place = torch.arange(16)
-    order = place // 8 * 2 + place % 8 // 2 * 4 + place % 2  # the column of each key of 16
+    order = place // 8 * 2 + place % 8 // 2 * 4 + place % 2  # the column of each of 16 keys
     for b, h in itertools.product(range(2), range(2)):
         for x, y, scales, rows in (
             (q[b, 2 * h], made.q[b, 2 * h], made.q_scale[b, 2 * h], 64),
@@ -46,7 +46,7 @@ def test_operands_of_the_forward_in_e4m3(queries, keys, dim, dtype):
         values = made.v[b, h].cpu()
         assert torch.equal(values[:dim, columns].T, bits)
         values[:, columns] = 0
-        assert not values.any()  # what pads keys and widths
+        assert not values.any()  # the padding of keys and of D is zero
 
 
 def test_the_reference_in_e4m3_rounds_but_in_fp64():
@@ -67,8 +67,8 @@ def test_the_forward_in_e4m3_fits():
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_equal_keys_give_the_mean_of_their_values(dim):
-    """Of one key that is its value as e4m3 has it. Where there are many keys, something added to a row's sum would pass
-    for rounding."""
+    """With one key that is its value rounded to e4m3. With many keys, an error in a row's sum could pass for
+    rounding."""
     q, k, v = (normal(2, heads, 300, dim, dtype=torch.bfloat16) for heads in (4, 2, 2))
     k[:] = k[:, :, :1]
     out = attention(q, k, v, causal=True, fp8=True)

@@ -25,10 +25,10 @@ SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (60, 1000), (1
         (512, 512, 128, 128, 1, False, True),
         (512, 512, 128, 118, 1, True, False),  # 14 of 132 SMs without work
         (512, 512, 128, 119, 1, True, True),
-        (512, 512, 128, 133, 1, True, False),  # a second round for one head
+        (512, 512, 128, 133, 1, True, False),  # a second wave for one head
         (512, 512, 128, 264, 1, True, True),
         (1024, 1024, 128, 128, 1, True, True),
-        (1024, 1024, 128, 128, 1, False, False),  # more than L2 holds
+        (1024, 1024, 128, 128, 1, False, False),  # dQ does not fit L2
         (2048, 2048, 128, 128, 1, True, False),
         (1024, 1024, 128, 128, 8, True, False),
         (512, 128, 128, 128, 1, True, False),  # a single block of keys
@@ -57,11 +57,12 @@ def four_sms(monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [4, 2])
 def test_what_it_is_told(heads, causal, four_sms, monkeypatch):
-    """Recorded, not run: two kernels of a CTA for each head, boxes of 16 rows of results; three and 64 otherwise."""
+    """Launches are recorded, not run. With CTA_PER_KV_HEAD: two kernels, one CTA per head, TMA boxes of 16 rows for
+    results; otherwise three kernels and boxes of 64 rows."""
     compiled, told = recorded(monkeypatch)
     problem, saved = problem_of(400, 300, 3 * heads, heads, causal)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (problem.q, problem.k, problem.v))
-    per_head = heads == 4  # with 2 batches, twice as many as SMs
+    per_head = heads == 4  # with 2 batches, twice as many heads as SMs
     if not per_head:
         config = backward_configs.CudaBackwardConfig(64, 1)
         monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_: config)
@@ -84,14 +85,14 @@ def test_what_it_is_told(heads, causal, four_sms, monkeypatch):
         heads,
         3,
     )
-    # Tiles whose queries all see nothing are no CTA's.
+    # No CTA computes tiles whose queries see no key.
     zeros = 64 if per_head and causal else 0
     assert not dq[:, :, :zeros].any() and dq[:, :, zeros:].isnan().all()
 
 
 @pytest.mark.parametrize(("kv_heads", "keys", "form"), [(2, 300, "cuda"), (1, 300, "separate"), (1, 128, "cuda")])
 def test_it_is_deterministic(kv_heads, keys, form, four_sms, monkeypatch):
-    """And so is a single block of keys; where neither runs, the deterministic mode has the separate backward."""
+    """So is SINGLE_BLOCK. Where neither schedule applies, deterministic mode runs the separate backward."""
     monkeypatch.setattr(versions, "cuda_unsupported_reason", lambda *_: None)
     problem, saved = problem_of(200, keys, 2, kv_heads, causal=True)
     torch.use_deterministic_algorithms(True)
@@ -130,7 +131,7 @@ def test_keys_that_do_not_count(causal, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_rows_that_it_writes(causal, monkeypatch):
-    """All that there are, also those that see nothing, and none beyond, whatever was in memory before."""
+    """All rows are written, including those that see no key, and none past the last, whatever memory held before."""
     (q, k, v), _ = on_hopper(128, causal, torch.bfloat16)
     q, k, v = q[:, :, :711], k[:, :, :300], v[:, :, :300]
     out, lse = attend([q, k, v], "cuda", causal=causal)
@@ -139,7 +140,7 @@ def test_rows_that_it_writes(causal, monkeypatch):
     saved = Saved(out, lse, None, torch.ones_like(out), None)
     for _ in range(10):
         poison = [torch.full((3 * 16 * 768 * 128,), math.nan, device="cuda") for _ in range(3)]
-        del poison  # to the caching allocator, which hands it out again
+        del poison  # the caching allocator reuses this memory
         dq, dk, dv = (torch.full((*x.shape[:2], x.shape[2] + 60, 128), math.nan).to(x) for x in (q, k, v))
         cuda_bwd(problem, saved, dq[:, :, :711], dk[:, :, :300], dv[:, :, :300])
         for x, rows in ((dq, 711), (dk, 300), (dv, 300)):
@@ -150,8 +151,8 @@ def test_rows_that_it_writes(causal, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [1, 2])
 def test_the_same_fifty_times(group):
-    """Bit for bit, with a head for each SM, while copies of another size move the CTAs against each other.
-    In the deterministic mode too, which picks it."""
+    """Results are bitwise equal, with a head for each SM, while concurrent copies of varying size disturb the timing of
+    CTAs. Also in deterministic mode, which picks this schedule."""
     on_hopper(128, True, torch.bfloat16)
     heads = torch.cuda.get_device_properties(0).multi_processor_count
     leaves = leaves_of(500, 460, (group * heads, heads), torch.bfloat16, batch=1)

@@ -32,11 +32,11 @@ def problem(dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16) -> Simp
 
 
 def variants(first: tuple, others: list[tuple]) -> list:
-    """All are compiled by the slow tests, the first always."""
+    """Returns the parameters: the first is always compiled, the others by slow tests only."""
     return [first, *(pytest.param(*other, marks=pytest.mark.slow) for other in others if other != first)]
 
 
-# Head dimension, causal, CARRY. Queries in registers where there are 64, by ldmatrix.
+# Head dimension, causal, CARRY, configuration. At D = 64, queries are loaded to registers by ldmatrix.
 FORWARD = [
     (dim, bool(i % 2), i % CARRIES, config)
     for i, (dim, config) in enumerate((dim, config) for dim in (64, 128) for config in candidates.cuda(dim))
@@ -81,7 +81,7 @@ BACKWARD = [
     variants((64, False, CudaBackwardConfig(128, 1, schedule=Schedule.PERSISTENT)), BACKWARD),
 )
 def test_the_backward_gives_back_what_it_has_read(dim: int, causal: bool, config: CudaBackwardConfig) -> None:
-    """lse and delta come by TMA too, and are read by ld.shared; V where it stays in registers by ldmatrix."""
+    """TMA loads lse and delta too; they are read by ld.shared. V is read by ldmatrix where it stays in registers."""
     defines = backward.defines_of(problem(dim, causal), config)  # type: ignore[arg-type]
     accumulates = config.schedule is Schedule.CTA_PER_BLOCK
     for more in ((), ("ACCUMULATE=1",)) if accumulates else ((),):

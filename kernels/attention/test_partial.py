@@ -1,4 +1,4 @@
-"""Attention by blocks of keys: merged forward, accumulated gradients."""
+"""Attention in blocks of keys: merged forward, accumulated gradients."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def device() -> str:
 
 
 def _inputs(device, dtype, heads, kv_heads, queries, keys, dim):
-    """q and dout as a model has them, [B, S, H, D] transposed."""
+    """Returns q, k, v and dout. q and dout are transposed from [B, S, H, D], as in a model."""
     q, dout = (torch.randn(2, queries, heads, dim, device=device).to(dtype).transpose(1, 2) for _ in range(2))
     k, v = (torch.randn(2, kv_heads, keys, dim, device=device).to(dtype) for _ in range(2))
     return q, k, v, dout
 
 
 def _oracle(q, k, v, dout, first, causal):
-    """out, lse, dq, dk, dv in fp64, where query i stands beside key i + first."""
+    """Returns out, lse, dq, dk, dv in fp64. Query i is aligned with key i + first."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     s = q @ keys.transpose(2, 3) / math.sqrt(q.shape[3])
@@ -38,7 +38,7 @@ def _oracle(q, k, v, dout, first, causal):
 
 
 def _merged(q, k, v, blocks, **options):
-    """out and lse over the blocks of keys, the last of which writes the result."""
+    """Returns out and lse over the blocks of keys. The last block writes the result."""
     out = torch.full(q.shape, math.nan, device=q.device)
     lse = torch.full(q.shape[:3], -math.inf, device=q.device)
     result, start = torch.full_like(q, math.nan), 0
@@ -63,7 +63,7 @@ def _summed(dout, q, k, v, out, lse, blocks, delta=None, **options):
 
 
 def _written(dout, q, k, v, lse, delta, blocks, version="auto", **options):
-    """As `_summed`: nothing is zeroed before, and the last block writes dq rounded."""
+    """Computes the same as `_summed`, but accumulators are not zeroed, and the last block writes the rounded dq."""
     dq, dk, dv = (torch.full(x.shape, math.nan, device=q.device) for x in (q, k, v))
     result, start = torch.full_like(q, math.nan), 0
     for number, size in enumerate(blocks):
@@ -91,7 +91,7 @@ def _close(name, mine, right, dtype):
         (2, 1, 40, (13, 17, 10), 32, 0),  # causal, square
         (2, 2, 23, (16, 16), 16, 9),  # the last query sees the last key
         (1, 1, 30, (10, 10), 16, -7),  # the first queries see none
-        (2, 1, 9, (8, 8, 8), 80, 4),  # the last keys are seen by none
+        (2, 1, 9, (8, 8, 8), 80, 4),  # no query sees the last keys
         (1, 1, 12, (5, 40), 128, 100),  # the mask hides nothing
     ),
 )
@@ -153,7 +153,7 @@ def test_attention_in_blocks_is_attention(device, queries, keys, causal):
 
 
 def test_rows_of_a_larger_tensor(device):
-    """A zigzag's later half of the queries: slices of out, lse and the gradients."""
+    """The later half of the queries, as in the zigzag layout: slices of out, lse and the gradients."""
     q, k, v, dout = _inputs(device, torch.float32, 2, 2, 24, 16, 16)
     want = _oracle(q[:, :, 8:], k, v, dout[:, :, 8:], 0, False)
     out = torch.full(q.shape, 3.0, device=device)
@@ -170,12 +170,12 @@ def test_rows_of_a_larger_tensor(device):
 
 
 def test_queries_in_pieces_give_the_bits_of_the_whole(device):
-    """In the interpreter tl.dot is a product of NumPy, which is one of OpenBLAS. Its kernel for AVX2 adds up a row in
-    an order that depends on where the row stands in the matrix, and on the number of threads, between which rows are
-    divided: with OPENBLAS_CORETYPE=Haswell and OMP_NUM_THREADS=1, as on such a machine in a worker of xdist, rows 32 to
-    63 of a tile of random numbers have other bits than the same rows at 0 to 31. So the numbers are such there that
-    every sum of products is exact in fp32, and has no order: scores are integers, at most 64 apart in a row, p is a
-    multiple of 2^-16 in [2^-6, 1], and 40 of them, each with a sign, add up to 22 bits."""
+    """In the interpreter tl.dot is a NumPy matmul, which calls OpenBLAS. Its AVX2 kernel sums a row in an order that
+    depends on the position of the row in the matrix, and on the number of threads among which rows are divided. With
+    OPENBLAS_CORETYPE=Haswell and OMP_NUM_THREADS=1, as on such a machine in a worker of xdist, rows 32 to 63 of a tile
+    of random values have other bits than the same rows at 0 to 31. So inputs there make every sum of products exact in
+    fp32, in any order: scores are integers, at most 64 apart in a row, p is a multiple of 2^-16 in [2^-6, 1], and a sum
+    of 40 of them, each with a sign, has 22 bits."""
     q, k, v, _ = _inputs(device, torch.float16, 2, 1, 64, 40, 32)
     if not q.is_cuda:
         q, k, v = (x.sign() for x in (q, k, v))
@@ -227,12 +227,12 @@ def _without_some(q, k, v, dout, options):
     for kept in range(3):
         sums = [torch.zeros(x.shape, device=q.device) if i == kept else None for i, x in enumerate((q, k, v))]
         attention_partial_backward(dout, q, k, v, None, lse, *sums, delta=delta, **options)
-        torch.testing.assert_close(sums[kept], whole[kept], atol=1e-4, rtol=1e-4)  # dq by atomics
+        torch.testing.assert_close(sums[kept], whole[kept], atol=1e-4, rtol=1e-4)  # dq is accumulated with atomics
 
 
 @pytest.mark.parametrize("version", ("portable", pytest.param("cuda", marks=pytest.mark.gpu(min_capability=(9, 0)))))
 def test_nan_and_inf_of_one_block_of_keys_stay(device, version):
-    """Whichever block comes first, and whether or not the others are finite."""
+    """For any order of blocks, whether or not the others are finite."""
     dtype = torch.float16
     q, k, v, _ = _inputs(device, dtype, 2, 2, 33, 40, 64)
     k[0, 0, 3], k[1, 1, 5] = math.nan, math.inf
@@ -246,7 +246,7 @@ def test_nan_and_inf_of_one_block_of_keys_stay(device, version):
 
 
 def test_stripes_and_a_result_of_queries_that_see_nothing(device):
-    """Positions i·N + r: the rank behind sees one key less, and its first query none of this block."""
+    """Striped layout, positions i·N + r: a query of a lower rank sees one key less, and its first query sees none."""
     q, k, v, _ = _inputs(device, torch.float32, 2, 1, 16, 16, 16)
     want, _ = attention(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1], causal=True, return_lse=True)
     out, lse = _merged(q, k, v, (16,), causal=True, q_offset=-1)
@@ -300,7 +300,7 @@ def test_nothing_may_have_any_strides(device):
 
 @torch.no_grad()
 def test_an_infinite_lse_stays(device):
-    """log(exp(inf) + ...) is inf; the rows beside it are what they were."""
+    """log(exp(inf) + ...) is inf, and other rows are not affected."""
     q, k, v, _ = _inputs(device, torch.float32, 2, 1, 9, 10, 16)
     _, want = _merged(q, k, v, (10,))
     out, lse = torch.zeros(q.shape, device=device), torch.full(q.shape[:3], -math.inf, device=device)

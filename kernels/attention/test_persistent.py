@@ -27,8 +27,8 @@ SHAPES = [(1, 129), (1, 20_000), (100, 1000), (564, 20_000), (700, 333), (333, 7
 @pytest.mark.parametrize(("queries", "keys"), SHAPES)
 @pytest.mark.parametrize(("dim", "tile"), TILES)
 def test_agrees(dim, tile, queries, keys, group, causal, dtype, monkeypatch):
-    """Against the separate version, on few SMs, so that a CTA has many blocks; blocks of one tile and of many, in
-    alternating sections, split or not. Memory is NaN before, and stays so beyond the rows."""
+    """Compares with the separate version, on few SMs, so that a CTA has many blocks; blocks of one tile and of many, in
+    alternating sections, split or not. Memory holds NaN before, and still does past the last row."""
     on_hopper(dim, causal, dtype)
     q, k, v = (
         normal(2, rows, heads, dim, dtype=dtype).transpose(1, 2)
@@ -56,7 +56,7 @@ def test_agrees(dim, tile, queries, keys, group, causal, dtype, monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("dim", "tile"), TILES)
 def test_who_draws_a_block_changes_nothing(dim, tile, causal, monkeypatch):
-    """dK and dV are those of a CTA for each block bit for bit, and the same in each run."""
+    """dK and dV are bitwise equal to those of CTA_PER_BLOCK, and deterministic."""
     on_hopper(dim, causal, torch.bfloat16)
     leaves = [normal(2, heads, rows, dim, dtype=torch.bfloat16) for heads, rows in ((4, 900), (2, 2999), (2, 2999))]
     attend(leaves, "cuda", causal=causal)

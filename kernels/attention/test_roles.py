@@ -23,9 +23,9 @@ Place = tuple[str, int, int, int]  # role, span, item, awaited
 
 
 def places(plan: RolesPlan, kv_heads: int, group: int, blocks: int, shared: int = 0, splits: int = 1) -> list[Place]:
-    """What the CTA at each place of the grid does, as backward_roles.cuh finds it, span by span."""
+    """Returns role and work of the CTA at each logical index, span by span, as backward_roles.cuh derives it."""
     whole = kv_heads * blocks - shared
-    owned = [*range(whole), *(whole + i // splits for i in range(shared * splits))]  # the block of each that multiplies
+    owned = [*range(whole), *(whole + i // splits for i in range(shared * splits))]  # block of each CTA that multiplies
     multiplies: list[list[int]] = [[] for _ in range(plan.spans)]
     for i, block in enumerate(owned):
         multiplies[block // blocks // plan.span].append(i)
@@ -51,7 +51,7 @@ def places(plan: RolesPlan, kv_heads: int, group: int, blocks: int, shared: int 
     return result
 
 
-PROBLEMS = [  # span, key heads, group, tiles of queries of a head, their queries, blocks of keys, shared, splits
+PROBLEMS = [  # span, KV heads, group, tiles of queries of a head, their queries, blocks of keys, shared, splits
     (1, 1, 1, 1, 64, 2, 0, 1),
     (3, 2, 1, 5, 64, 3, 0, 1),
     (2, 7, 1, 9, 80, 3, 0, 1),
@@ -75,7 +75,7 @@ def test_a_cta_waits_for_lower_places_alone(problem, sms):
     assert len(set(grid)) == len(grid) == made.ctas
     # Those that multiply keep their order.
     assert [item for role, _, item, _ in grid if role == "multiply"] == list(range(ctas))
-    # What each awaits is all that there is of it, at lower places; who multiplies announces it warp by warp.
+    # A CTA waits for all CTAs of the previous role, at lower indices. CTAs that multiply count warps, not CTAs.
     before = {"multiply": ("preprocess", 1), "postprocess": ("multiply", roles_configs.WARPS)}
     seen: dict[tuple[str, int], int] = {}
     for role, of_span, _, awaited in grid:
@@ -105,7 +105,7 @@ def test_chunks_cover_all_tiles(tile):
         (4096, 128, 1, True, 4, 4),
         (16_384, 32, 1, True, 1, 1),
         (8192, 32, 1, False, 1, 2),
-        (2048, 8, 1, False, 1, 4),  # one round of CTAs: half of the heads
+        (2048, 8, 1, False, 1, 4),  # one wave of CTAs: half of the heads
         (4096, 13, 1, False, 1, 7),  # 3.2
         (8192, 8, 1, False, 1, 2),  # 3.9
         (4096, 10, 1, True, 5, 5),  # 2.4 under a mask: half of the heads
@@ -113,10 +113,10 @@ def test_chunks_cover_all_tiles(tile):
         (8192, 9, 1, True, 5, 5),  # 4.4, which two at a time do not divide
         (8192, 8, 1, True, 2, 2),  # 3.9: two at a time are a CTA to an SM, and four sections two pairs
         (8192, 10, 1, True, 5, 5),  # 4.8
-        (4096, 21, 1, True, 11, 11),  # 5.1: three at a time leave a third of the SMs idle
+        (4096, 21, 1, True, 11, 11),  # 5.1: three heads at a time leave a third of the SMs idle
         (8192, 8, 8, True, 2, 2),
         (2048, 8, 8, True, 8, 8),  # alternating sections stay as they are
-        (512, 200, 1, True, 25, 50),  # by 32 the last section would have 8
+        (512, 200, 1, True, 25, 50),  # with sections of 32 the last one would have 8
         (512, 60, 1, True, 30, 30),  # 1.8
         (1024, 48, 1, True, 12, 12),  # 2.9 waves of short CTAs
         (1024, 8, 1, True, 4, 4),
@@ -144,7 +144,7 @@ def test_spans_are_whole_sections():
 
 
 def problem_of(queries: int, keys: int, heads: int, kv_heads: int, causal: bool) -> tuple[Problem, Saved]:
-    """In host memory, where counters that no kernel has written can be read."""
+    """Returns a problem in host memory, where the counters can be read without a kernel."""
     shapes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
     q, k, v = (normal(2, h, n, 128).half().cpu() for h, n in shapes)
     lse = torch.zeros(q.shape[:3])
@@ -154,7 +154,7 @@ def problem_of(queries: int, keys: int, heads: int, kv_heads: int, causal: bool)
 
 @pytest.mark.parametrize(("tile", "shared", "splits"), [(64, 0, 1), (80, 5, 3)])
 def test_what_it_is_told(tile, shared, splits, monkeypatch):
-    """Recorded, not run: one kernel, whose counters are zeros, and one more where blocks are split."""
+    """Launches are recorded, not run: one kernel, with zeroed counters, and a second one if blocks are split."""
     compiled, told = recorded(monkeypatch)
     counters, zeros = [], torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *n, **options: counters.append(zeros(*n, **options)) or counters[-1])
@@ -183,7 +183,7 @@ def test_what_it_is_told(tile, shared, splits, monkeypatch):
     assert role[5:11] == (made.span, made.spans, made.chunk, made.chunks, made.end_chunk, made.end_chunks)
     assert [role[at : at + 7] for at in range(11, 53, 7)] == list(made.rounds)
     assert len(role) == sum(letter in "Pi" for letter in backward.roles.LAYOUT)
-    assert dq.isnan().all()  # the rows that see nothing are zeros by the kernel
+    assert dq.isnan().all()  # the kernel, not the host, zeros the rows that see no key
 
 
 CONFIGS = [
@@ -257,8 +257,8 @@ def gradients(problem: Problem, saved: Saved) -> list[torch.Tensor]:
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("sms", [1, 132])
 def test_rows_that_it_writes(sms, config, causal, monkeypatch):
-    """All that there are, also those that see nothing, and none beyond, whatever was in memory before. With chunks for
-    one SM rings of shared memory are filled more than once."""
+    """All rows are written, including those that see no key, and none past the last, whatever memory held before. With
+    chunks for one SM, circular buffers in shared memory wrap around."""
     problem, saved = on_the_gpu(causal)
     monkeypatch.setattr(Problem, "sms", lambda self: sms)
     picked(monkeypatch, replace(config, schedule=Schedule.CTA_PER_BLOCK, span=0))
@@ -266,7 +266,7 @@ def test_rows_that_it_writes(sms, config, causal, monkeypatch):
     picked(monkeypatch, config)
     for _ in range(20):
         poison = [torch.full((n,), math.nan, device="cuda") for n in (6 * 800 * 128, 6 * 800 * 2, 64)]
-        del poison  # to the caching allocator, which hands it out again
+        del poison  # the caching allocator reuses this memory
         made = [torch.full((*x.shape[:2], x.shape[2] + 90, 128), math.nan).to(x) for x in other]
         cuda_bwd(problem, saved, *(a[:, :, : b.shape[2]] for a, b in zip(made, other, strict=True)))
         for a, b in zip(made, other, strict=True):
@@ -294,7 +294,7 @@ def test_a_graph_counts_from_zero_each_time(monkeypatch):
 
 @pytest.mark.gpu
 def test_two_streams_at_once(monkeypatch):
-    """Each call has counters of its own, and CTAs of two launches hold SMs while they wait."""
+    """Each call has counters of its own, and waiting CTAs of two launches occupy SMs."""
     problem, saved = on_the_gpu(True, heads=40)
     picked(monkeypatch, CONFIGS[2])
     expected = gradients(problem, saved)
@@ -313,8 +313,8 @@ def test_two_streams_at_once(monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_it_ends_whatever_the_order_in_which_ctas_start(config, causal, monkeypatch):
-    """CTAs are delayed by more the lower their blockIdx, so that they take their indices in another order. There are
-    more CTAs than SMs, and each takes one index."""
+    """CTAs with lower blockIdx are delayed longer, so that they take logical indices in another order. There are more
+    CTAs than SMs, and each takes one index."""
     problem, saved = on_the_gpu(causal, heads=40)
     picked(monkeypatch, replace(config, span=max(2, config.span)))  # 80 heads in spans of one are too many spans
     expected = gradients(problem, saved)

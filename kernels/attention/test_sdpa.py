@@ -56,7 +56,7 @@ def test_what_is_not_taken(options, keys, words):
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("causal", (False, True))
 def test_activated(causal):
-    """SDPA with the flash backend gives the bits of `attention`, and its own after `restore`."""
+    """SDPA with the flash backend equals `attention` bitwise, and PyTorch's own result after `restore`."""
     from .op import attention
 
     q, k, v, dout = (torch.randn(2, 8, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))

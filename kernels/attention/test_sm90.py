@@ -1,4 +1,4 @@
-"""The versions for Hopper, in Gluon and CUDA C++: they agree with the portable ones, and get the right arguments."""
+"""The versions for Hopper, in Gluon and CUDA C++: results agree with the portable ones, and arguments are right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .test_backward_configs import QUERY_TILES
 
 
 def on_hopper(dim: int, causal: bool, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict]:
-    """Partial tiles, more tiles than SMs, [B, S, H, D] in memory, grouped heads, and a num_context below Sk."""
+    """Inputs with partial tiles, more tiles than SMs, [B, S, H, D] in memory, grouped heads, num_context below Sk."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
     leaves = [
@@ -30,7 +30,7 @@ def on_hopper(dim: int, causal: bool, dtype: torch.dtype) -> tuple[list[torch.Te
 
 
 def attend(leaves: list[torch.Tensor], version: str, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse by that version of the forward, if it can be had here."""
+    """Returns out and lse of this version of the forward, if it is available here."""
     try:
         return attention(*leaves, forward=version, return_lse=True, **options)
     except RuntimeError as error:
@@ -50,39 +50,40 @@ def test_versions_of_the_forward_agree(version, dim, causal, dtype):
     out, lse = attend(leaves, version, **options)
     other, other_lse = attend(leaves, "portable", **options)
     assert out.stride() == leaves[0].stride()
-    # Both round p to the dtype, each by a maximum of its own.
+    # Both round p to the dtype, but relative to different running maxima.
     torch.testing.assert_close(out, other, rtol=2e-2, atol=2e-3)
     torch.testing.assert_close(lse, other_lse, rtol=1e-5, atol=1e-4)
     assert torch.equal(out, attend(leaves, version, **options)[0])
 
 
 def near(mine, other) -> None:
-    """Both rounded p and ds to 16 bits; the smallest numbers may be sums of larger ones."""
+    """Asserts closeness. Both rounded p and ds to 16 bits, and small elements may be sums of larger terms."""
     for a, b in zip(mine, other, strict=True):
         scale = b.where(b.isfinite(), 0).float().square().mean().sqrt().item()
         torch.testing.assert_close(a, b, rtol=2e-2, atol=3e-2 * scale)
 
 
 def writes_all_and_no_more(problem: Problem, saved: Saved, wanted: list[torch.Tensor]) -> None:
-    """The backward in CUDA C++ gives near these, where memory is NaN before, which it stays beyond their rows."""
+    """Asserts that the backward in CUDA C++ computes values near `wanted`, and that memory past the last rows, NaN
+    before, is not written."""
     grads = [torch.full((*x.shape[:2], x.shape[2] + 60, x.shape[3]), math.nan).to(x) for x in wanted]
     poison = [torch.full((size,), math.nan, device="cuda") for size in (1 << 20, 1 << 22, 1 << 24)]
-    del poison  # to the caching allocator, which hands it out again
+    del poison  # the caching allocator reuses this memory
     cuda_bwd(problem, saved, *(x[:, :, :-60] for x in grads))
     near([x[:, :, :-60] for x in grads], wanted)
     assert all(x[:, :, -60:].isnan().all() for x in grads)
 
 
 def cuda_bwd(problem: Problem, saved: Saved, *gradients: torch.Tensor) -> None:
-    """Writes dq, dk and dv by a plan that is made for this call."""
+    """Writes dq, dk and dv by a launch plan made for this call."""
     plan = backward.cuda_bwd_plan(problem, saved, *gradients)
     plan(problem.q, problem.k, problem.v, saved.out, saved.lse, saved.dout, saved.dlse, *gradients)
 
 
 @dataclass
 class Told:
-    """A launch that is recorded, not run: the kernel's name, its grid, threads and shared memory, and the parameters'
-    values. A tensor map is (tensor, rows, rows of a box)."""
+    """A launch that is recorded, not run: kernel name, grid, threads, shared memory and parameter values. A tensor map
+    is (tensor, rows, rows of a box)."""
 
     name: str
     grid: int
@@ -97,7 +98,7 @@ class Told:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[list, list[Told]]:
-    """Records what would be compiled and launched."""
+    """Returns lists that record what would be compiled and launched."""
     compiled: list = []
     told: list[Told] = []
     names = ("main", "preprocess", "postprocess", "sum_shares")
@@ -112,7 +113,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[list, list[Told]]:
 
 
 def agrees_and_repeats(leaves: list[torch.Tensor], causal: bool) -> None:
-    """The backward in CUDA C++ is near the separate one, and the same bit for bit in the next run."""
+    """Asserts that the backward in CUDA C++ is near the separate one, and bitwise equal in the next run."""
     attend(leaves, "cuda", causal=causal)
     mine = everything(attention, leaves, causal=causal, backward="cuda")
     near(mine, everything(attention, leaves, causal=causal, backward="separate"))
@@ -121,7 +122,7 @@ def agrees_and_repeats(leaves: list[torch.Tensor], causal: bool) -> None:
 
 
 def leaves_of(queries: int, keys: int, heads: tuple[int, int], dtype: torch.dtype, batch: int = 2):
-    """q, k and v for D = 128, heads inside rows."""
+    """Returns q, k and v for D = 128, [B, S, H, D] in memory."""
     shapes = (heads[0], queries), (heads[1], keys), (heads[1], keys)
     return [normal(batch, n, h, 128, dtype=dtype).transpose(1, 2) for h, n in shapes]
 
@@ -146,7 +147,7 @@ def test_backward_in_cuda_agrees(dim, tile, causal, dtype, monkeypatch):
 @pytest.mark.parametrize(("queries", "keys"), [(700, 333), (333, 700), (1, 129), (700, 100)])
 @pytest.mark.parametrize(("dim", "tile"), QUERY_TILES)
 def test_sections_and_directions_of_the_backward_in_cuda(dim, tile, queries, keys, heads, monkeypatch):
-    """Under a causal mask: queries that see nothing, and a last section that is not full; upwards, and alternating."""
+    """Under a causal mask: queries that see no key, a partial last section, and both values of `alternate`."""
     on_hopper(dim, True, torch.bfloat16)
     if tile == 80 and keys <= backward_configs.CUDA_BWD_KEYS:
         pytest.skip("tiles of 80 are not for a single block of keys")
@@ -187,8 +188,8 @@ def test_shared_blocks_of_the_backward_in_cuda(dim, tile, heads, monkeypatch):
 @pytest.mark.parametrize(("queries", "keys"), [(564, 64), (77, 128), (128, 1), (1, 100)])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_single_block_of_the_backward_in_cuda(dim, queries, keys, causal, dtype):
-    """One launch: last tiles that are not full, heads inside rows, shared heads, and, under a causal mask, tiles of
-    queries that see nothing. No CTAs add to one sum, so that all is the same bit for bit."""
+    """One launch: partial tiles, [B, S, H, D] in memory, shared heads, and, under a causal mask, tiles of queries that
+    see no key. One CTA computes each sum, so all gradients are deterministic."""
     on_hopper(dim, causal, dtype)
     leaves = [
         normal(3, rows, heads, dim, dtype=dtype).transpose(1, 2) for rows, heads in ((queries, 6), (keys, 2), (keys, 2))
@@ -198,7 +199,7 @@ def test_a_single_block_of_the_backward_in_cuda(dim, queries, keys, causal, dtyp
 
 @pytest.mark.gpu
 def test_a_thread_without_a_context_launches_in_cuda():
-    """As one of autograd's is, where all memory that it asked for came from the cache."""
+    """Such as a thread of autograd whose allocations all came from the caching allocator."""
     leaves, options = on_hopper(64, False, torch.bfloat16)
     wanted, _ = attend(leaves, "cuda", **options)
     with ThreadPoolExecutor(1) as threads, torch.no_grad():
@@ -210,7 +211,8 @@ def test_a_thread_without_a_context_launches_in_cuda():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_rows_that_a_single_block_of_the_backward_in_cuda_writes(dim, causal):
-    """All that there are, those that see nothing too, and none beyond: 311 is not a multiple of the 16 of a store."""
+    """All rows are written, including those that see no key, and none past the last: 311 is no multiple of the 16 rows
+    of a store."""
     (q, k, v), _ = on_hopper(dim, causal, torch.bfloat16)
     q, k, v = q[:, :, :311], k[:, :, :100], v[:, :, :100]
     out, lse = attend([q, k, v], "cuda", causal=causal)
@@ -237,7 +239,7 @@ def test_the_deterministic_mode_picks_a_repeatable_backward():
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_what_the_backward_in_cuda_is_told(persistent, dtype, monkeypatch):
-    """Persistent CTAs are one to an SM and store dK and dV from registers."""
+    """With PERSISTENT there is one CTA per SM, and dK and dV are stored from registers."""
     compiled, told = recorded(monkeypatch)
     monkeypatch.setattr(Problem, "sms", lambda self: 4 if persistent else 100)
     q, k, v = (normal(2, heads, rows, 64, dtype=dtype) for heads, rows in ((6, 1000), (2, 600), (2, 600)))
@@ -260,7 +262,7 @@ def test_what_the_backward_in_cuda_is_told(persistent, dtype, monkeypatch):
     if persistent:
         assert _same(main.values[:4], loaded)
         assert main.values[4:12] == (dk.data_ptr(), *dk.stride()[:3], dv.data_ptr(), *dv.stride()[:3])
-        assert main.values[-2:] == (0, 20) and told[0].values[-2:] == (0, 4)  # nothing is drawn
+        assert main.values[-2:] == (0, 20) and told[0].values[-2:] == (0, 4)  # no counter: the schedule is static
     else:
         assert _same(main.values[:6], [*loaded, *stored]) and _same(main.values[-2:], loaded[:2])
 

@@ -1,5 +1,5 @@
-"""What the versions in CUDA C++ are given, with the portable kernels in their place: they are planned once for tensors
-of some sizes and strides, and then called with addresses alone."""
+"""The arguments of the versions in CUDA C++, with the portable kernels in their place. They are planned once for
+tensors of given sizes and strides, and then called with addresses only."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ OPS = getattr(torch.ops, __package__.replace(".", "_"))
 
 
 def alike(*tensors: torch.Tensor | None) -> list[Any]:
-    """What a plan may depend on, beside addresses."""
+    """Returns the properties of tensors on which a launch plan may depend: all but addresses."""
     return [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
 
 
 def portable_problem(problem: Problem, shift: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Problem:
-    """Of CUDA C++, with a mask, query i sees keys up to i + shift: portable kernels count from the last key."""
+    """Returns the problem for the portable kernels, which align the last query with the last key. In CUDA C++, under a
+    mask, query i sees keys up to i + shift."""
     assert problem.left < 0 and problem.right in (-1, 0)
     right = shift - (problem.keys - q.shape[2]) if problem.right == 0 else -1
     return replace(problem, q=q, k=k, v=v, right=right)
 
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The portable kernels behind the interface of CUDA C++; the names of those that were planned and called."""
+    """Replaces the CUDA C++ versions by portable kernels. Returns a list of the names that are planned and called."""
     seen: list[str] = []
 
     def fwd_plan(problem: Problem, out: torch.Tensor):
@@ -108,7 +109,7 @@ def inputs(layout: str = "contiguous") -> list[torch.Tensor]:
 
 
 def everything(leaves: list[torch.Tensor], incoming: tuple[torch.Tensor | None, ...], **options) -> list[torch.Tensor]:
-    """out, lse, and the gradients for those incoming ones that are not None."""
+    """Returns out, lse, and the gradients for those incoming gradients that are not None."""
     leaves = [t.detach().requires_grad_() for t in leaves]
     results = attention(*leaves, return_lse=True, **options)
     used = [(result, grad) for result, grad in zip(results, incoming, strict=True) if grad is not None]
@@ -123,7 +124,7 @@ def same(mine: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(num_context=20)], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "heads inside", "in columns"])
 def test_cuda_is_given_what_it_was_planned_for(layout: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls by one plan agree with the portable versions to the bit. Incoming gradients have any strides."""
+    """Two calls of one plan agree bitwise with the portable versions. Incoming gradients have any strides."""
     leaves = inputs(layout)
     dout = torch.randn(2, 2, 16, 37, device=DEVICE).half().mT
     dlse = torch.randn(37, 2, 2, device=DEVICE).permute(1, 2, 0)
@@ -144,7 +145,7 @@ def test_cuda_is_given_what_it_was_planned_for(layout: str, options: dict, monke
 def test_a_deterministic_backward_is_not_cuda(
     mode: str, backward: str, runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless it is asked for by its name; warnings about determinism change nothing."""
+    """Unless it is requested by name. The mode that only warns changes nothing."""
     seen = put_in_place(monkeypatch)
     number = ["default", "warn", "error"].index(mode)
     monkeypatch.setattr(torch, "get_deterministic_debug_mode", lambda: number)
@@ -171,8 +172,8 @@ def test_cuda_computes_all_gradients_or_none(needed: str, monkeypatch: pytest.Mo
 
 @torch.no_grad()
 def partial(layout: str, offset: int | None, apart: bool, **options) -> list[torch.Tensor]:
-    """out, lse and the gradients of two blocks of keys, the last of which writes results. `apart`: lse and delta have
-    heads at different distances."""
+    """Returns out, lse and the gradients over two blocks of keys, the last of which writes results. `apart`: lse and
+    delta have different head strides."""
     torch.manual_seed(0)
     q, k, v = inputs(layout)
     dout = torch.randn_like(q)
@@ -199,7 +200,7 @@ def partial(layout: str, offset: int | None, apart: bool, **options) -> list[tor
 @pytest.mark.parametrize("offset", [None, 0, 13, -9])
 @pytest.mark.parametrize("layout", ["contiguous", "in columns"])
 def test_blocks_of_keys_in_cuda(layout: str, offset: int | None, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice by the same plans; with a mask of which some queries see no key, and some keys no query."""
+    """Two calls of the same plans; with a mask under which some queries see no key, and no query sees some keys."""
     want = partial(layout, offset, apart, version="portable")
     seen = put_in_place(monkeypatch)
     for _ in range(2):
@@ -209,7 +210,7 @@ def test_blocks_of_keys_in_cuda(layout: str, offset: int | None, apart: bool, mo
 
 
 def test_gradients_of_a_block_that_nobody_wants_are_not_needed_by_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes all three: those that are None into memory of its own."""
+    """The kernel writes all three: those that are None into temporary memory."""
     q, k, v = inputs()
     out, lse = torch.empty(q.shape, device=DEVICE), torch.full(q.shape[:3], -torch.inf, device=DEVICE)
     attention_partial(q, k, v, out, lse)
@@ -225,7 +226,7 @@ def test_gradients_of_a_block_that_nobody_wants_are_not_needed_by_cuda(monkeypat
 
 
 def test_plans_are_kept() -> None:
-    """In eager calls, and in those that go through torch.library."""
+    """In eager calls, and in calls through torch.library."""
     q, k, v = (t.requires_grad_() for t in inputs())
 
     def calls() -> None:

@@ -1,4 +1,4 @@
-"""Launch plans of the forward and the backward: empty problems, the choice of a version, the memory of the results."""
+"""Launch plans of forward and backward: empty problems, the choice of a version, the allocation of results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BACKWARD = ("auto", "separate", "fused", "cuda")
 def _problem(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, left: int, right: int, keys: int
 ) -> Problem:
-    # Beyond every key a bound is none; kept small, it can be added to without leaving 32 bits.
+    # A bound beyond all keys has no effect. It is clamped, as kernels add to it in 32 bits.
     farthest = q.shape[2] + keys
     return Problem(readable(q), readable(k), readable(v), scale, min(left, farthest), min(right, farthest), keys)
 
@@ -38,8 +38,8 @@ def _problem(
 def fwd_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, left: int, right: int, keys: int, version: str
 ) -> Forward:
-    """Returns a function from (q, k, v), tensors with the signatures of these, which are checked, to out and lse of
-    `attention`, and in fp32 the statistics that the backward needs, otherwise None."""
+    """Returns a function of (q, k, v), which must have the signatures of these checked tensors. It returns out and lse
+    of `attention`, and for fp32 the statistics that the backward needs, else None."""
     shape, device = q.shape[:3], q.device
     lse_strides = (shape[1] * shape[2], shape[2], 1)
     exact = q.dtype == torch.float32
@@ -91,8 +91,8 @@ def fwd_plan(
 def attention_fp8_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, right: int, keys: int, exact_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of `attention` with fp8=True; without `exact_lse` the latter errs as e4m3 does. RuntimeError where
-    that cannot be had."""
+    """Returns out and lse of `attention` with fp8=True. Without `exact_lse`, lse has the rounding error of e4m3.
+    RuntimeError if the GPU or the problem is not supported."""
     out = empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     problem = _problem(q, k, v, scale, -1, right, keys)
@@ -105,7 +105,8 @@ def attention_fp8_fwd(
 
 
 def _hopper_fwd(problem: Problem, version: str) -> str:
-    """The best version for Hopper that takes the problem, or none. RuntimeError where the one requested does not."""
+    """Returns the best version for Hopper that supports the problem, or "". RuntimeError if the requested one does
+    not."""
     for name, unsupported_reason in (("cuda", cuda_unsupported_reason), ("gluon", gluon_unsupported_reason)):
         if version in (name, "auto"):
             reason = unsupported_reason(problem)
@@ -117,7 +118,7 @@ def _hopper_fwd(problem: Problem, version: str) -> str:
 
 
 def empty_statistics(q: torch.Tensor) -> torch.Tensor:
-    """Maximum and sum of each row, [2, B, Hq, Sq], for fp32; for other dtypes, for which lse suffices, no element."""
+    """Allocates maximum and sum of each row, [2, B, Hq, Sq], for fp32. Other dtypes need lse only: no elements."""
     return q.new_empty((2, *q.shape[:3]) if q.dtype == torch.float32 else 0, dtype=torch.float32)
 
 
@@ -139,8 +140,8 @@ def bwd_plan(
     need_dkv: bool,
     into: tuple[Optional, Optional, Optional] = (None, None, None),
 ) -> Backward:
-    """Returns a function from (dout, dlse, q, k, v, out, lse, statistics), tensors with the signatures of these, to dq,
-    dk and dv, None for what is not needed. It may be given memory for those that are needed, then like `into`."""
+    """Returns a function of (dout, dlse, q, k, v, out, lse, statistics), which must have the signatures of these. It
+    returns dq, dk and dv, None if not needed. It also accepts memory for the gradients, with the layout of `into`."""
 
     def allocated(q, k, v, dq=None, dk=None, dv=None) -> tuple[Optional, Optional, Optional]:
         needed = ((q, dq, need_dq), (k, dk, need_dkv), (v, dv, need_dkv))
@@ -151,7 +152,7 @@ def bwd_plan(
         return lambda dout, dlse, q, k, v, out, lse, statistics, *given: tuple(
             None if gradient is None else gradient.zero_() for gradient in allocated(q, k, v, *given)
         )
-    tail = keys < k.shape[2]  # rows of k and v that do not count
+    tail = keys < k.shape[2]  # rows of k and v beyond num_context
     form, write = "separate", None
     if need_dq and need_dkv:
         problem = _problem(q, k, v, scale, left, right, keys)
@@ -191,14 +192,14 @@ def _saved(
 
 
 def _form(problem: Problem, saved: Saved, gradients: tuple[torch.Tensor, ...], version: str) -> str:
-    """The form of the backward that computes all three gradients. RuntimeError where the one requested does not take
-    the problem."""
+    """Returns the version of the backward that computes all three gradients. RuntimeError if the requested one does not
+    support the problem."""
     reason: str | None = "not asked"
     if version in ("auto", "cuda"):
         reason = cuda_unsupported_reason(problem, saved.out, saved.dout, *gradients)
     if version == "cuda" and reason:
         raise RuntimeError(f'attention: backward="cuda" cannot run here: {reason}')
-    # 1: nothing but a warning is wanted.
+    # Debug mode 1 only asks for warnings; 2 requires determinism.
     deterministic = torch.get_deterministic_debug_mode() == 2 and (
         reason is not None or not cuda_bwd_is_deterministic(problem)
     )

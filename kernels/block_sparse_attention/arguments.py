@@ -1,4 +1,4 @@
-"""Checks of the public functions' arguments, and what becomes of masks and biases of every shape."""
+"""Checks of the arguments of the public functions, and normalisation of the shapes of masks and biases."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ BLOCK_SIZES = (64, 128)
 
 
 def checked(q, k, v, block_mask, block_bias, block_size, scale, causal, forward, backward):
-    """(the table of an index or None, the mask in four dimensions or None, the bias expanded to all blocks, the op's
-    options: scale, block, causal, backward, forward). Raises for what is wrong."""
+    """Checks the arguments of a call. Returns (table of an index or None, mask in four dimensions or None, bias
+    expanded to all blocks, the op's options: scale, block, causal, backward, forward)."""
     _check(q, k, v, block_size)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
@@ -59,7 +59,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int) -
 
 
 def check_block_size(block_size: int) -> None:
-    """ValueError for a size of blocks that no kernel has."""
+    """Raises ValueError for a block size that no kernel supports."""
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_sparse_attention: block_size must be 64 or 128, got {block_size}")
 
@@ -67,7 +67,7 @@ def check_block_size(block_size: int) -> None:
 def _blocks(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, q: torch.Tensor, shape: tuple[int, int, int, int]
 ) -> torch.Tensor:
-    """A number for each block, checked, in four dimensions."""
+    """Checks a tensor with one element per block, and returns it in four dimensions."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
         raise TypeError(f"block_sparse_attention: {name} must be a tensor of {dtype}, got {kind(tensor)}")
     if tensor.device != q.device:
@@ -81,12 +81,12 @@ def _blocks(
 
 
 def four(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with leading dimensions of size 1, so that it has four."""
+    """Returns the tensor in four dimensions, with leading ones of size 1."""
     return tensor[(None,) * (4 - tensor.dim())]
 
 
 def distinct(mask: torch.Tensor) -> torch.Tensor:
-    """The mask without its copies: one batch, or one head, stands for all that share its memory."""
+    """Returns the mask with expanded dimensions (stride 0) reduced to size 1."""
     for axis in (0, 1):
         if mask.shape[axis] > 1 and mask.stride(axis) == 0:
             mask = mask.narrow(axis, 0, 1)
@@ -94,7 +94,7 @@ def distinct(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _table(index: BlockIndex, q: torch.Tensor, keys: int, block_size: int, causal: bool) -> torch.Tensor:
-    """The table of an index that was made for such a call."""
+    """Returns the table of an index. Raises ValueError if the index was made for other sizes or options."""
     made, wanted = index[1:], (q.shape[2], keys, block_size, causal)
     if made != wanted:
         raise ValueError(

@@ -48,10 +48,10 @@ def _case(
     empty: int = 0,
     **params,
 ) -> Case:
-    """`heads` are the query heads, or the query heads and the key heads. Of each row of the mask `kept` per cent of the
-    blocks that it can see are kept, or those of `window`: how many before the diagonal, how many at the beginning. Of
-    every `empty` rows the first keeps nothing. There are as many masks as batches and query heads, or `masks`. Bench
-    cases have no suffix for their dtype."""
+    """Returns a case. `heads`: query heads, or (query heads, KV heads). `kept`: per cent of the visible blocks that
+    each row of the mask keeps. `window`: instead, the number of blocks before the diagonal and at the beginning.
+    `empty`: the first of every `empty` rows keeps nothing. `masks`: (batches, heads) of the mask, by default all. A
+    bf16 case without suffix is a bench case."""
     query_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     shared = f"-{kv_heads}" if kv_heads != query_heads else ""
@@ -68,7 +68,7 @@ def _case(
 SMALL: dict[str, Any] = dict(block_size=64)
 
 CASES = (
-    # Random blocks of each head, as a dynamic mask has them; Llama-2's heads and TransformerNP's.
+    # Random blocks in each head, as in dynamic masks; the heads of Llama-2 and of TransformerNP.
     *(_case(1, 32, 8192, 8192, 128, kept) for kept in (50, 25, 10)),
     *(_case(1, 8, 16384, 16384, 64, kept) for kept in (50, 25, 10)),
     _case(1, 32, 4096, 4096, 128, 25),
@@ -76,9 +76,9 @@ CASES = (
     _case(1, 32, 8192, 8192, 128, 25, block_size=64),
     _case(1, 32, 8192, 8192, 128, 25, causal=True),
     _case(1, 8, 8192, 8192, 128, 25, bias=True),
-    # 4096 tokens before each block and the first block of all, one mask for all heads.
+    # A window of 4096 tokens before each block, and the first block of the sequence; one mask for all heads.
     _case(1, (32, 8), 16384, 16384, 128, 0, masks=(1, 1), window=(32, 1), causal=True),
-    # Boundary cases: plain first, then every option, nothing, one of everything, every width, ragged blocks.
+    # Boundary cases: no option, then every option, size 0, size 1, every head dimension, partial blocks.
     _case(1, 1, 100, 120, 24, 50, FP32, **SMALL),
     _case(1, 1, 100, 70, 16, 50, FP16, causal=True, **SMALL),
     _case(1, 1, 100, 120, 16, 50, FP32, "options", bias=True, causal=True, scale=0.3, return_lse=True, **SMALL),
@@ -91,12 +91,12 @@ CASES = (
     _case(1, 2, 5, 0, 16, 50, FP32, **SMALL),
     _case(1, 1, 1, 1, 1, 100, FP32, **SMALL),
     *(_case(1, 1, 70, 130, dim, 50, FP16, causal=True, **SMALL) for dim in (64, 80, 96, 128, 256)),
-    # Many checks take the first case of a kind: one that the version for Hopper takes.
+    # Many checks use the first case of a kind: here one that the version for Hopper supports.
     *(_case(2, (4, 2), 1000, 1300, dim, 40, BF16, "small") for dim in (64, 32, 80, 96, 128, 256)),
     *(_case(2, (4, 2), 1000, 1300, dim, 40, BF16, "small", causal=True, **SMALL) for dim in (64, 32, 128, 256)),
     *(_case(2, (4, 2), 1300, 1000, d, 40, BF16, "small", causal=True, bias=True, return_lse=True) for d in (64, 128)),
     _case(1, 2, 1300, 1300, 64, 0, BF16, "small", masks=(1, 1), window=(2, 1), causal=True),
-    # More rows of blocks than a GPU works on at a time, in a fixed order and by a counter; some keep nothing.
+    # More rows of blocks than a GPU processes at a time, with static and dynamic schedule; some rows keep nothing.
     *(_case(2, (8, 4), 1500, 1000, dim, 40, BF16, "many", empty=3) for dim in (64, 128)),
     *(_case(2, (8, 4), 3000, 3100, dim, 30, BF16, "many", causal=True, return_lse=True) for dim in (64, 128)),
     *(_case(2, (8, 4), 1600, 1500, dim, 30, BF16, "many", bias=True, empty=5, **SMALL) for dim in (64, 128)),
@@ -105,7 +105,7 @@ CASES = (
 
 
 def kept_of_rows(case: Case) -> list[tuple[int, int]]:
-    """Of each row of the mask: how many blocks it keeps, and how many it can see."""
+    """Returns for each row of the mask how many blocks it keeps, and how many are visible."""
     d, block = case.dims, case.params.get("block_size", 128)
     rows, columns = -(-d["queries"] // block), -(-d["keys"] // block)
     result = []
@@ -125,7 +125,7 @@ def kept_of_rows(case: Case) -> list[tuple[int, int]]:
 
 
 def make_mask(case: Case, device: torch.device | str, generator: torch.Generator | None) -> torch.Tensor:
-    """The mask of a case. Under a causal mask each row keeps the last block that it sees, the one on the diagonal."""
+    """Returns the mask of a case. With `causal` each row keeps the last block that it sees, the one on the diagonal."""
     d, block = case.dims, case.params.get("block_size", 128)
     rows, columns = -(-d["queries"] // block), -(-d["keys"] // block)
     if "window" in d:
@@ -141,12 +141,13 @@ def make_mask(case: Case, device: torch.device | str, generator: torch.Generator
 
 
 def _moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A copy on the device, made as the ahead-of-time build understands it, which has a GPU in name alone."""
+    """Returns a copy on the device, by a call that the ahead-of-time build supports, which has no real GPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """A bench case has one mask at every call, so that peers can prepare theirs once, as one does in a model."""
+    """Returns inputs. A bench case has the same mask at every call, so that peers can prepare theirs once, as in a
+    model."""
     d, params = case.dims, dict(case.params)
 
     def normal(heads: int, rows: int) -> torch.Tensor:
@@ -167,7 +168,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 
 def kept_pairs(case: Case) -> int:
-    """Pairs of query and key in kept blocks, of one head; where blocks are whole, exactly."""
+    """Returns the pairs of query and key in kept blocks, per head; exact if no block is partial."""
     d, block = case.dims, case.params.get("block_size", 128)
     shift, pairs = d["keys"] - d["queries"], 0
     for row, (kept, visible) in enumerate(kept_of_rows(case)):
@@ -182,7 +183,7 @@ def kept_pairs(case: Case) -> int:
 def _cost(case: Case, mode: str, pairs: int) -> Cost:
     d, size = case.dims, case.dtype.itemsize
     heads = d["batch"] * d["kv_heads"]
-    # q and out like k and v; lse; the mask, and the bias with its gradient.
+    # Rows of q, out, k and v; lse; the mask, and the bias with its gradient.
     rows = heads * (d["group"] * d["queries"] * 2 + d["keys"] * 2)
     lse = 4 * heads * d["group"] * d["queries"]
     block = case.params.get("block_size", 128)
@@ -196,7 +197,7 @@ def _cost(case: Case, mode: str, pairs: int) -> Cost:
 
 
 def cost(case: Case, mode: str) -> Cost:
-    """Two products of 2·D a kept pair forward; backward five, of which one is that of the forward again."""
+    """Forward: two GEMMs of 2·D FLOPs per kept pair. Backward: five, one of which is recomputed from the forward."""
     return _cost(case, mode, kept_pairs(case))
 
 
@@ -215,7 +216,8 @@ def _dense_cost(case: Case, mode: str) -> Cost:
 
 
 def _fits(case: Case, mode: str) -> str | None:
-    """The reference takes such a problem in pieces, each twice in the backward; that is no baseline."""
+    """Returns why the reference is no baseline, or None: too large a problem is computed in chunks, and recomputed in
+    the backward."""
     scores = case.dims["batch"] * case.dims["kv_heads"] * case.dims["group"] * case.dims["queries"] * case.dims["keys"]
     return f"the scores alone would be {4 * scores / 1e9:.0f} GB" if scores > MOST_SCORES else None
 
@@ -235,7 +237,7 @@ def _dense_takes(case: Case, mode: str) -> str | None:
 
 
 def _flex(autotune: bool = False, **options: Any) -> Op:
-    """FlexAttention with these kernel options, and the same blocks; its BlockMask is made at the first call."""
+    """Returns FlexAttention with these kernel options and the same blocks. Its BlockMask is made at the first call."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()
@@ -267,7 +269,7 @@ def _flex(autotune: bool = False, **options: Any) -> Op:
             block_mask=made[0],
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
-            # The tiles that it takes without autotuning are larger than blocks of 64.
+            # Its default tiles, without autotuning, are larger than blocks of 64.
             kernel_options=(FLEX_64 if block_size == 64 and not own_tiles else {}) | options or None,
         )
 
@@ -275,8 +277,8 @@ def _flex(autotune: bool = False, **options: Any) -> Op:
 
 
 FLEX_64: dict[str, Any] = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
-#: A bias to differentiate leaves no shared memory for its stages, and of its tiles those for blocks of 64 are found by
-#: autotuning alone, which drops what does not fit.
+#: The gradient of a bias leaves no shared memory for FlexAttention's default stages. Tiles for blocks of 64 are then
+#: found by autotuning only, which drops configurations that do not fit.
 SMALLER = {
     "two stages": partial(_flex, num_stages=2),
     "autotuned tiles": partial(_flex, autotune=True),
@@ -285,7 +287,7 @@ SMALLER = {
 
 
 def _flex_flash() -> Op:
-    """FlexAttention on FlashAttention-4. ImportError where PyTorch or the package is too old."""
+    """Returns FlexAttention with the backend FlashAttention-4. ImportError if PyTorch or the package is too old."""
     import flash_attn.cute  # noqa: F401
     from torch.nn.attention.flex_attention import FlexKernelOptions
 
@@ -304,7 +306,7 @@ def _flex_flash_takes(case: Case, mode: str) -> str | None:
 
 
 def _masked_sdpa() -> Op:
-    """PyTorch's, with the mask of each pair, which is made at the first call."""
+    """Returns PyTorch's SDPA with an elementwise mask, which is made at the first call."""
     made: list[torch.Tensor] = []
 
     def attend(q, k, v, block_mask, *, block_size=128, scale=None, causal=False, block_bias=None):
@@ -329,7 +331,7 @@ def _leading(mask: torch.Tensor) -> tuple[int, int]:
 
 
 def _dense() -> Op:
-    """All blocks, by the folder `attention` of this collection."""
+    """Returns dense attention by this package's `attention`."""
     attention = registry.load("attention").implementations["auto"]
 
     def attend(q, k, v, block_mask, *, block_size=128, scale=None, causal=False, block_bias=None):
@@ -339,7 +341,7 @@ def _dense() -> Op:
 
 
 def _dense_sdpa() -> Op:
-    """All blocks, by PyTorch's FlashAttention."""
+    """Returns dense attention by PyTorch's FlashAttention."""
 
     def attend(q, k, v, block_mask, *, block_size=128, scale=None, causal=False, block_bias=None):
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -350,7 +352,7 @@ def _dense_sdpa() -> Op:
 
 
 def _indexed() -> Op:
-    """Ours, with the mask compressed once: what the two small launches cost."""
+    """Returns our op with the mask compressed once, to show the cost of the two small launches."""
     made: list[BlockIndex] = []
 
     def attend(q, k, v, block_mask, *, block_size=128, causal=False, **options):
@@ -403,7 +405,7 @@ def _cuda_candidates(case: Case) -> tuple[configs.CudaConfig, ...]:
     return configs.CUDA_CANDIDATES[case.dims["dim"], case.params.get("block_size", 128)]
 
 
-# What racecheck finds. tests/test_false_alarms.py shows it on a kernel of a few lines.
+# Why racecheck's reports are false alarms. tests/test_false_alarms.py reproduces one with a kernel of a few lines.
 HANDED_OVER = "a bulk copy or a warp hands it over through an mbarrier, and racecheck does not know who waits for those"
 
 SPEC = KernelSpec(
@@ -412,7 +414,7 @@ SPEC = KernelSpec(
         "auto": block_sparse_attention,
         "triton": partial(block_sparse_attention, forward="portable", backward="portable"),
     },
-    # Elsewhere the first is the second.
+    # On other GPUs "triton" is the same as "auto".
     min_capability={"triton": (9, 0)},
     alias_reason=_alias_reason,
     baselines=(
@@ -436,7 +438,7 @@ SPEC = KernelSpec(
     determinism={"fwd": "run-to-run", "bwd": "on request"},
     unit="queries",
     items=lambda case: case.dims["batch"] * case.dims["queries"],
-    # What is dropped is not read; in the reference it is multiplied by 0, and 0 · NaN is NaN.
+    # Dropped blocks are not read; the reference multiplies them by 0, and 0 · NaN is NaN.
     finite_only=lambda case: True,
     # Under a causal mask and Triton 3.6 (EXPERIMENTS.md).
     spills={"_block_sparse_attention_dkdv_kernel": 32},

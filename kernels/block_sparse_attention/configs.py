@@ -29,7 +29,7 @@ class Config:
 @dataclass(frozen=True)
 class CudaConfig:
     """A team is an independent pipeline: a producer, and one consumer warp group for each 64 queries of a block. It
-    computes one row of blocks of the mask after the other. A step (main-loop iteration) covers block_n kept keys.
+    computes rows of blocks of the mask, one at a time. A step (main-loop iteration) covers block_n kept keys.
 
     stages       of keys and values in shared memory, for each team
     teams        of a CTA
@@ -57,7 +57,7 @@ def pick_cuda_config(dim: int, block: int) -> CudaConfig:
     return CudaConfig(64, 6, False, False, teams=2) if dim == 64 else CudaConfig(128, 3, True, True)
 
 
-# Of keys and values of the heads of a section, in the 50 MB of L2 of an H100 or H200.
+# Keys and values of the heads of a section, within the 50 MB of L2 of an H100 or H200.
 CUDA_SECTION_BYTES = 32e6
 
 
@@ -69,13 +69,13 @@ def pick_cuda_section(keys: int, dim: int, group: int, heads: int) -> int:
 
 
 def pick_forward(version: str, hopper: str = "") -> str:
-    """The version of the forward that runs. `hopper`: "cuda" if that supports the problem, else ""."""
+    """Returns the version of the forward that runs. `hopper`: "cuda" if that supports the problem, else ""."""
     return version if version != "auto" else hopper or "portable"
 
 
 def pick_backward(version: str, hopper: str = "", deterministic: bool = False) -> str:
-    """The version of the backward that runs. `hopper`: "cuda" if that supports the problem, else "". `deterministic`:
-    dq must be deterministic, which that of "cuda" is not."""
+    """Returns the version of the backward that runs. `hopper`: "cuda" if that supports the problem, else "".
+    `deterministic`: dq must be deterministic, which that of "cuda" is not."""
     if version != "auto":
         return version
     return hopper if hopper and not deterministic else "portable"
@@ -108,7 +108,7 @@ def pick_cuda_bwd_config(queries: int, dim: int, kv_heads: int) -> CudaBackwardC
     return CudaBackwardConfig(section)
 
 
-# Of what the heads of a section read, for the Triton kernels: well under the 40 to 60 MB of L2 of an A100 or H100.
+# Bytes that the heads of a section read, for the Triton kernels: well under the 40 to 60 MB of L2 of an A100 or H100.
 SECTION_BYTES = 24e6
 
 
@@ -177,7 +177,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def padded(dim: int) -> int:
-    """block_d: the width of a tile for heads of width `dim`."""
+    """block_d: the width of a tile for head dimension `dim`."""
     return max(16, triton.next_power_of_2(dim))
 
 

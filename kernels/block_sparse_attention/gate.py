@@ -1,4 +1,4 @@
-"""A learned mask: a small gate that scores blocks from the means of their queries and keys."""
+"""A learned mask: a small gate module that scores blocks from the means of their queries and keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .masks import best_blocks, pooled, visible_blocks
 
 
 class GatedBlocks(NamedTuple):
-    """What a `BlockGate` says of each block, [B, Hq, nq, nk]: mask, bool, and bias and score, fp32, differentiable."""
+    """The output of a `BlockGate`, [B, Hq, nq, nk]: mask, bool; bias and score, fp32, differentiable."""
 
     mask: torch.Tensor
     bias: torch.Tensor
@@ -20,22 +20,24 @@ class GatedBlocks(NamedTuple):
 
 
 class BlockGate(torch.nn.Module):
-    """Which blocks to keep, learned: `block_sparse_attention(q, k, v, gate.mask, block_bias=gate.bias)`.
+    """Learns which blocks to keep: `block_sparse_attention(q, k, v, gate.mask, block_bias=gate.bias)`.
 
         score = (W_q · mean of the block's queries) · (W_k · mean of its keys) / sqrt(gate_dim) + offset
-        bias  = log sigmoid(score)              mask = the blocks of the highest scores, as many as `sparsity` says
+        bias  = log sigmoid(score)              mask = the highest-scored blocks, a fraction 1 − sparsity of the visible
 
-    The maps are of each head, as in SeerAttention (Gao et al. 2024, arXiv:2410.13276); the bias multiplies what a kept
-    block has in the softmax by its gate, sigmoid(score), as the gates of Native Sparse Attention (Yuan et al. 2025,
-    arXiv:2502.11089) multiply its branches.
+    Each query head has its own W_q and each KV head its own W_k, as in SeerAttention (Gao et al. 2024,
+    arXiv:2410.13276). The bias multiplies the unnormalised probabilities of a kept block by its gate, sigmoid(score),
+    as the gates of Native Sparse Attention (Yuan et al. 2025, arXiv:2502.11089) multiply its branches.
 
-    The estimator of the gradient: the choice of blocks is treated as constant, and the gradient through the bias of the
-    kept blocks is exact. So the loss trains the gate to rank the blocks that it keeps, and gives no signal for those
-    that it drops. For these there are `explore`, which adds Gumbel noise of that size to the scores before the choice
-    while the module is in training, and `distillation`, SeerAttention's own objective.
+    Gradient estimator: the choice of blocks is treated as constant, and the gradient through the bias of the kept
+    blocks is exact. So the loss trains the gate to rank the blocks that it keeps, and gives no signal for those that it
+    drops. `explore` and `distillation` give one for these. `explore` adds Gumbel noise of that scale to the scores
+    before the choice, in training mode only. `distillation` is SeerAttention's objective.
 
-    heads, kv_heads   Hq and Hkv. Scores are of each query head
-    offset            at the beginning; 4 gives gates of 0.98, so that a new gate hardly changes the attention
+    heads, kv_heads   Hq and Hkv; each query head has its own scores
+    offset            initial value; 4 gives gates of 0.98, so that a new gate hardly changes the attention
+
+    Raises ValueError if heads is no multiple of kv_heads, or sparsity is not from 0 to 1.
     """
 
     def __init__(
@@ -63,8 +65,8 @@ class BlockGate(torch.nn.Module):
         self.offset = torch.nn.Parameter(torch.full((heads, 1, 1), offset, device=device))
 
     def score(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """fp32 [B, Hq, nq, nk] for q [B, Hq, Sq, D] and k [B, Hkv, Sk, D]. Differentiable in the gate's parameters
-        alone: the means are taken without a gradient, so that the gate does not pull at the queries and keys."""
+        """Returns scores, fp32 [B, Hq, nq, nk], for q [B, Hq, Sq, D] and k [B, Hkv, Sk, D]. Differentiable in the
+        parameters of the gate only: the means are detached, so that the gate does not train queries and keys."""
         queries = pooled(q.detach(), self.block_size) @ self.query_map
         keys = pooled(k.detach(), self.block_size) @ self.key_map
         keys = keys.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
@@ -81,10 +83,10 @@ class BlockGate(torch.nn.Module):
         return GatedBlocks(mask, F.logsigmoid(score), score)
 
     def distillation(self, score: torch.Tensor, shares: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
-        """How far the scores are from the attention itself: the mean over rows of KL(shares ‖ softmax of the scores),
-        with `shares` from `masks.block_shares` and sequences of these lengths. Reaches dropped blocks too."""
+        """Returns a loss, the mean over rows of KL(shares ‖ softmax of the scores), with `shares` from
+        `masks.block_shares` and sequences of these lengths. Dropped blocks receive gradients too."""
         visible = visible_blocks(queries, keys, self.block_size, self.causal, device=score.device)
-        # A finite number in place of −inf, whose product with a share of 0 would not be a number.
+        # A finite value in place of −inf, whose product with a share of 0 would be NaN.
         estimate = score.masked_fill(~visible, -1e4).log_softmax(-1)
         rows = max(1, int(math.prod(shares.shape[:-1])))
         return F.kl_div(estimate, shares, reduction="sum") / rows

@@ -1,17 +1,17 @@
 """Compresses the mask into lists: the kept key blocks of each query block, and the kept query blocks of each key block.
 
-The table holds the mask in compressed sparse rows and again in compressed sparse columns, padded to a fixed size. A
+The table holds the mask in compressed sparse row and in compressed sparse column format, padded to a fixed size. A
 line of the table is the list of one row, or of one column, of the mask:
 
     count      number of kept blocks
-    whole      rows only: the first `whole` blocks of the list need no mask. The others, at its end, are cut by the
-               causal mask or by the last key
-    order      line i holds here the index of the line with the i-th largest count: the order in which CTAs take lines
+    whole      rows only: the first `whole` blocks of the list need no mask. The others, at its end, are partial: the
+               causal mask or the end of the keys crosses them
+    order      line i holds the index of the line with the i-th largest count: the order in which CTAs process lines
     blocks     indices of the kept blocks in ascending order, then -1
 
-Two small launches: the lists, then the order, which counts for each line how many come before it. A mask of
-64 by 64 blocks and 32 heads is 128 KiB and its table 1 MiB, so both are bound by launch latency. The host reads nothing
-of it, so nothing synchronises: lists have room for every block.
+Two small launches compute the lists, then the order, in which the rank of a line is the number of lines before it. A
+mask of 64 by 64 blocks and 32 heads is 128 KiB and its table 1 MiB, so both launches are bound by latency. The host
+reads nothing back, as lists have room for every block: there is no synchronisation.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ import triton.language as tl
 from .launch import Launch, Plans, lean, signature
 
 HEADER = tl.constexpr(3)
-LIST_LINES, CHUNK = 8, 128  # of the first launch: lines of a CTA, and blocks of each line in an iteration
-ORDER_LINES = 64  # of the second launch: lines of a CTA
+LIST_LINES, CHUNK = 8, 128  # first launch: lines per CTA, and blocks of each line per iteration
+ORDER_LINES = 64  # second launch: lines per CTA
 
 _PLANS = Plans()
 
-# Arguments whose values Triton does not specialise kernels for (1, multiple of 16).
+# `do_not_specialize`: Triton compiles no variants for values of 1 or multiples of 16.
 PLAIN = ["queries", "keys", "rows", "columns", "parts", "all_parts", "heads", *(f"stride_m{axis}" for axis in "bhmn")]
 
 
 class BlockIndex(NamedTuple):
     """A compressed mask, made by `block_index` for sequences of these lengths; on the mask's device.
 
-    table  int32 [1 or B, 1 or Hq, nq · (3 + nk) + nk · (3 + nq)], as the module says: lines of rows, then of columns
+    table  int32 [1 or B, 1 or Hq, nq · (3 + nk) + nk · (3 + nq)]: lines of rows, then of columns (see the module)
     """
 
     table: torch.Tensor
@@ -65,7 +65,7 @@ def _blocks(length: int, block: int) -> int:
 
 
 def table_size(queries: int, keys: int, block: int) -> int:
-    """Numbers in the table of one head."""
+    """Returns the number of elements in the table of one head."""
     rows, columns = _blocks(queries, block), _blocks(keys, block)
     return rows * (3 + columns) + columns * (3 + rows)
 
@@ -108,7 +108,7 @@ def _lists(
             inside = inside & ((column + 1) * BLOCK - 1 <= row * BLOCK + shift)
         one = keep.to(tl.int32)
         before = count + tl.cumsum(one, 1) - one
-        # For each dropped block a -1 is written, from the end of the list.
+        # For each dropped block a -1 is stored, from the end of the list backwards.
         slot = tl.where(keep, before, length - 1 - other + before)
         tl.store(table_ptr + HEADER + slot, tl.where(keep, other, -1), mask=here)
         count += tl.sum(one, 1, keep_dims=True)
@@ -137,7 +137,7 @@ def _block_sparse_attention_index_kernel(
     LINES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The first `parts` CTAs of a head write the lists of rows, the others those of columns. `heads`: of the mask."""
+    """The first `parts` CTAs of a head write the lists of rows, the others those of columns. `heads`: mask heads."""
     head, part = tl.program_id(0) // all_parts, tl.program_id(0) % all_parts
     mask_ptr += (head // heads).to(tl.int64) * stride_mb + (head % heads).to(tl.int64) * stride_mh
     table_ptr += head.to(tl.int64) * (2 * rows * columns + HEADER * (rows + columns))
@@ -171,7 +171,7 @@ def _order(table_ptr, part, lines, width, LINES: tl.constexpr):
 
 @triton.jit(do_not_specialize=PLAIN)
 def _block_sparse_attention_order_kernel(table_ptr, rows, columns, parts, all_parts, LINES: tl.constexpr):
-    """The order of lines: the longest first, so that the CTAs that start last are short."""
+    """Stores the order of lines, the longest first, so that the CTAs that start last are short."""
     head, part = tl.program_id(0) // all_parts, tl.program_id(0) % all_parts
     table_ptr += head.to(tl.int64) * (2 * rows * columns + HEADER * (rows + columns))
     if part < parts:
@@ -181,15 +181,15 @@ def _block_sparse_attention_order_kernel(table_ptr, rows, columns, parts, all_pa
 
 
 def table_shape(mask: torch.Tensor, queries: int, keys: int, block: int) -> tuple[int, int, int]:
-    """Shape of the table of a mask [B, H, nq, nk]."""
+    """Returns the shape of the table of a mask [B, H, nq, nk]."""
     return mask.shape[0], mask.shape[1], table_size(queries, keys, block)
 
 
 def _plan(
     mask: torch.Tensor, queries: int, keys: int, block: int, causal: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function from masks like this one (bool [B, H, nq, nk] of any strides, or a view of that memory in
-    another shape) to their tables, int32 [B, H, table_size]."""
+    """Returns a function of masks like this one (bool [B, H, nq, nk] of any strides, or a view of that memory in
+    another shape). It returns their table, int32 [B, H, table_size]."""
     shape, device = table_shape(mask, queries, keys, block), mask.device
     batch, heads, rows, columns = mask.shape
     if batch * heads == 0 or rows == 0 or columns == 0:
@@ -231,7 +231,7 @@ def _plan(
 def index_plan(
     mask: torch.Tensor, queries: int, keys: int, block: int, causal: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """As `_plan`; cached if the mask is a plain tensor."""
+    """Returns `_plan` of the same arguments, cached if the mask is a plain tensor."""
     if not lean(mask):
         return _plan(mask, queries, keys, block, causal)
     key = (signature(mask), queries, keys, block, causal)
@@ -239,5 +239,5 @@ def index_plan(
 
 
 def make_table(mask: torch.Tensor, queries: int, keys: int, block: int, causal: bool) -> torch.Tensor:
-    """The table of a mask, bool [B, H, nq, nk] of any strides: int32 [B, H, table_size]."""
+    """Returns the table, int32 [B, H, table_size], of a mask, bool [B, H, nq, nk] of any strides."""
     return index_plan(mask, queries, keys, block, causal)(mask)

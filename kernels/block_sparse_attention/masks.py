@@ -1,7 +1,7 @@
-"""Masks of blocks for `block_sparse_attention`: fixed patterns, and those found from the queries and keys themselves.
+"""Block masks for `block_sparse_attention`: fixed patterns, and masks computed from the queries and keys.
 
-All give bool tensors, True where a block is kept, of a shape that depends on sizes alone, without host synchronisation.
-The diagonal of block i of the queries is block i + nk − nq of the keys: the last blocks are aligned.
+All functions return bool tensors, True where a block is kept. Shapes depend on sizes only, without host
+synchronisation. The diagonal of query block i is key block i + nk − nq: the last blocks are aligned.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ def sliding_window_blocks(
     *,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """[rows, columns]: the blocks from `left` before the diagonal to `right` after it, and of the first `global_blocks`
-    rows and columns all (Beltagy, Peters and Cohan 2020, *Longformer*, arXiv:2004.05150; under a causal mask the first
-    columns are the attention sinks of Xiao et al. 2023, arXiv:2309.17453)."""
+    """Returns a mask [rows, columns] of the blocks from `left` before the diagonal to `right` after it, and of all
+    blocks of the first `global_blocks` rows and columns.
+
+    Source: Beltagy, Peters and Cohan 2020, *Longformer*, arXiv:2004.05150. Under a causal mask the first columns are
+    the attention sinks of Xiao et al. 2023, arXiv:2309.17453."""
     row = torch.arange(rows, device=device)[:, None]
     column = torch.arange(columns, device=device)[None, :]
     apart = column - row - (columns - rows)
@@ -32,8 +34,10 @@ def sliding_window_blocks(
 def strided_blocks(
     rows: int, columns: int, local: int, stride: int, *, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """[rows, columns]: the `local` blocks up to the diagonal and every `stride`-th column (Child et al. 2019, *Sparse
-    Transformers*, arXiv:1904.10509, the fixed pattern), both for a causal mask."""
+    """Returns a mask [rows, columns] of the `local` blocks up to the diagonal and of every `stride`-th column, for
+    causal attention.
+
+    Source: the fixed pattern of Child et al. 2019, *Sparse Transformers*, arXiv:1904.10509."""
     column = torch.arange(columns, device=device)[None, :]
     window = sliding_window_blocks(rows, columns, local - 1, 0, device=device)
     return window | (column % stride == stride - 1)
@@ -49,9 +53,11 @@ def big_bird_blocks(
     seed: int = 0,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """[rows, columns]: `window` blocks to either side of the diagonal, the first `global_blocks` rows and columns, and
-    `random_blocks` blocks of each row that may be among them (Zaheer et al. 2020, *Big Bird*, arXiv:2007.14062). The
-    same for a seed on every device."""
+    """Returns a mask [rows, columns] of `window` blocks to either side of the diagonal, the first `global_blocks` rows
+    and columns, and `random_blocks` random blocks of each row, which may coincide with the others. The mask depends on
+    the seed, but not on the device.
+
+    Source: Zaheer et al. 2020, *Big Bird*, arXiv:2007.14062."""
     scores = torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed))
     chosen = torch.zeros(rows, columns, dtype=torch.bool)
     chosen.scatter_(1, scores.topk(min(random_blocks, columns), dim=1).indices, True)
@@ -61,7 +67,8 @@ def big_bird_blocks(
 def visible_blocks(
     queries: int, keys: int, block_size: int, causal: bool, *, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """[nq, nk]: the blocks in which some query sees some key: all, but for those above the diagonal if it is causal."""
+    """Returns a mask [nq, nk] of the blocks in which some query sees some key: all, or with `causal` all except those
+    above the diagonal."""
     row = torch.arange(-(-queries // block_size), device=device)[:, None]
     column = torch.arange(-(-keys // block_size), device=device)[None, :]
     if not causal:
@@ -70,7 +77,8 @@ def visible_blocks(
 
 
 def pooled(x: torch.Tensor, block_size: int) -> torch.Tensor:
-    """[B, H, S, D] to the mean of each block, fp32 [B, H, ceil(S / block_size), D]; the last block may be shorter."""
+    """Returns the mean of each block of x [B, H, S, D], fp32 [B, H, ceil(S / block_size), D]; the last block may be
+    partial."""
     length = x.shape[2]
     blocks = -(-length // block_size)
     padded = torch.nn.functional.pad(x, (0, 0, 0, blocks * block_size - length))
@@ -81,13 +89,13 @@ def pooled(x: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 def best_blocks(scores: torch.Tensor, *, sparsity: float, visible: torch.Tensor, diagonal: bool) -> torch.Tensor:
-    """bool like `scores` [B, H, nq, nk]: of each head the blocks of the highest scores among the `visible` [nq, nk],
-    so many that the share `sparsity` of these is dropped: exactly round((1 − sparsity) · visible), unless more than
-    that are forced.
+    """Returns a mask like `scores` [B, H, nq, nk]. It keeps in each head the blocks with the highest scores among the
+    `visible` [nq, nk], so that the fraction `sparsity` of these is dropped. Exactly round((1 − sparsity) · visible)
+    blocks are kept, unless more are forced.
 
-    Forced are the best block of each row, and with `diagonal` the last one that it sees. The number is fixed for a
-    head, not for each row: rows whose attention is spread out get more blocks, which makes the threshold dynamic. It
-    does not depend on the scores, so that no host synchronisation is needed.
+    The best block of each row is always kept, and with `diagonal` also the last block that the row sees. The number of
+    blocks is fixed per head, not per row: rows whose attention is spread out get more blocks. So each row has a dynamic
+    threshold. The number does not depend on the scores, so no host synchronisation is needed.
     """
     if not 0 <= sparsity <= 1:
         raise ValueError(f"best_blocks: sparsity must be from 0 to 1, got {sparsity}")
@@ -100,7 +108,7 @@ def best_blocks(scores: torch.Tensor, *, sparsity: float, visible: torch.Tensor,
         last = visible.sum(-1, keepdim=True).clamp(min=1) - 1
         forced = forced | (torch.arange(columns, device=scores.device) == last)
     forced = forced & visible
-    # By rank rather than by a threshold, so that the number is exact with equal scores too.
+    # Selection by rank, not by a threshold: the number is then exact for equal scores too.
     order = torch.where(forced, math.inf, scores).flatten(-2).argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(
         -1, order, torch.arange(rows * columns, device=order.device).expand_as(order)
@@ -118,18 +126,19 @@ def threshold_blocks(
     scale: float | None = None,
     causal: bool = False,
 ) -> torch.Tensor:
-    """A dynamic threshold: bool [B, Hq, nq, nk], the blocks that are expected to hold the most of the attention.
+    """Returns a mask, bool [B, Hq, nq, nk], of the blocks that are estimated to receive most of the attention.
 
         estimate = softmax over a row of (scale · mean of the block's queries · mean of its keys)
 
-    The estimate is of the share that a row of blocks gives to each block, so that blocks of different rows can be
-    compared; of each head the highest are kept, as many as `best_blocks` says. No gradient. The estimate by means is
-    that of MInference (Jiang et al. 2024, arXiv:2407.02490) and Quest (Tang et al. 2024, arXiv:2406.10774, by bounds);
-    XAttention (Xu et al. 2025, arXiv:2503.16428) adds up antidiagonals instead. It is good where neighbouring keys
-    resemble each other, and blind to a single key that stands out.
+    The estimate is the fraction of the attention of a row of blocks that goes to each block, so blocks of different
+    rows can be compared. In each head the highest are kept, as many as in `best_blocks`. No gradient. The estimate is
+    good where neighbouring keys are similar, but it misses a single outlier key.
 
-    q, k       as those of the attention; scale, causal and block_size too
-    sparsity   the share of the visible blocks that is dropped, from 0 to 1
+    q, k       as in `block_sparse_attention`, as are scale, causal and block_size
+    sparsity   the fraction of the visible blocks that is dropped, from 0 to 1
+
+    Source: means are used by MInference (Jiang et al. 2024, arXiv:2407.02490), and bounds by Quest (Tang et al. 2024,
+    arXiv:2406.10774). XAttention (Xu et al. 2025, arXiv:2503.16428) sums antidiagonals instead.
     """
     with torch.no_grad():
         visible = visible_blocks(q.shape[2], k.shape[2], block_size, causal, device=q.device)
@@ -137,7 +146,7 @@ def threshold_blocks(
         keys = pooled(k, block_size).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         scores = scale * (pooled(q, block_size) @ keys.transpose(-1, -2))
         estimate = scores.masked_fill(~visible, -math.inf).log_softmax(-1)
-        # A row that sees nothing is NaN throughout.
+        # All blocks of a row that sees no key are NaN.
         return best_blocks(estimate.nan_to_num(neginf=-math.inf), sparsity=sparsity, visible=visible, diagonal=causal)
 
 
@@ -149,9 +158,9 @@ def block_shares(
     scale: float | None = None,
     causal: bool = False,
 ) -> torch.Tensor:
-    """What the estimate of `threshold_blocks` estimates: of each block the mean over its queries of the probability
-    that they give to its keys in dense attention, fp32 [B, Hq, nq, nk]. Computes all scores, a row of blocks at a time:
-    for tests, reports, and as a target to train a `BlockGate` towards. No gradient."""
+    """Returns the exact values that `threshold_blocks` estimates, fp32 [B, Hq, nq, nk]: for each block, the probability
+    of its keys in dense attention, averaged over its queries. It computes all scores, one row of blocks at a time. For
+    tests, reports, and as the target of `BlockGate.distillation`. No gradient."""
     (batch, heads, queries, dim), keys = q.shape, k.shape[2]
     rows, columns = -(-queries // block_size), -(-keys // block_size)
     shares = torch.zeros(batch, heads, rows, columns, device=q.device)

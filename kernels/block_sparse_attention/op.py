@@ -30,37 +30,39 @@ def block_sparse_attention(
     forward: str = "auto",
     backward: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention over those blocks of the scores that a mask keeps; the others cost nothing (Dao et al. 2022,
-    arXiv:2205.14135, algorithm 5; Child et al. 2019, arXiv:1904.10509).
+    """Computes attention over the blocks of scores that a mask keeps; dropped blocks are skipped.
 
         s = scale · q kᵀ + bias of the block      out = softmax(s) v      lse = log Σ exp(s)      over the kept blocks
 
-    q            [B, Hq, Sq, D], 1 <= D <= 256; fp32, fp16 or bf16. [B, S, H, D] is passed as x.transpose(1, 2): tensors
-                 of any strides are read in place if the rows of D are contiguous, and otherwise copied.
+    q            [B, Hq, Sq, D], 1 <= D <= 256; fp32, fp16 or bf16. Tensors of any strides are read in place if rows of
+                 D are contiguous, and copied otherwise. So [B, S, H, D] is passed as x.transpose(1, 2).
     k, v         [B, Hkv, Sk, D], dtype and device of q. Hq is a multiple of Hkv: query head h uses KV head
                  h // (Hq // Hkv).
     block_mask   bool [nq, nk], [1 or Hq, nq, nk] or [1 or B, 1 or Hq, nq, nk], True where a block is kept: block (i, j)
-                 has the queries from i · block_size on and the keys from j · block_size on; the last ones are shorter.
-                 Or a `BlockIndex`, which is such a mask already compressed.
+                 has the queries from i · block_size on and the keys from j · block_size on; the last ones may be
+                 partial. Or a `BlockIndex`, which is such a mask already compressed.
     block_size   64 or 128
     scale        a positive number, by default 1 / sqrt(D)
-    causal       Of a kept block, query i sees the keys j <= i + Sk − Sq: the last query sees all.
+    causal       within kept blocks, query i sees keys j <= i + Sk − Sq: the last query sees all
     return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
-    block_bias   fp32, of a mask's shape: added to all scores of a block, and differentiable, as the logarithm of a gate
-                 is. −inf has the effect of dropping it, at the cost of a kept block.
-    forward      "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, 16-byte boundaries; CuPy
+    block_bias   fp32, shaped like a mask: added to all scores of a block. It is differentiable, for example as the
+                 logarithm of a gate. −inf has the effect of dropping the block, at the cost of a kept one.
+    forward      "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, 16-byte aligned rows; CuPy
                  compiles it) or "portable"; "auto" picks one
     backward     likewise; "cuda" only for blocks of 128 without block_bias. Either version works after either forward.
-                 Where q, or k and v, need no gradient, the portable one runs
+                 "portable" runs if q, or k and v, need no gradient
 
-    Returns out, in shape and dtype of q and in its memory order (row-major if q is copied). A query that sees no key
-    has out 0, lse −inf and no gradient; a dropped block's bias has none. Sums are fp32; p and ds are rounded to the
-    dtype for the matrix products, as in FlashAttention. Results are deterministic, except dq of
-    backward "cuda", whose sums have no fixed order: under torch.use_deterministic_algorithms(True) "auto" does not pick
-    it. Saved for the backward: q, k, v, out, lse, the table of the mask, the bias.
+    Returns out, or (out, lse). out has shape, dtype and memory order of q (row-major if q is copied). A query that sees
+    no key has out 0, lse −inf and zero gradient. The bias of a dropped block has zero gradient too. Accumulation is in
+    fp32; p and ds are rounded to the dtype for the GEMMs, as in FlashAttention. Results are deterministic, except dq of
+    backward "cuda", which CTAs accumulate in no fixed order: "auto" does not pick "cuda" under
+    torch.use_deterministic_algorithms(True). Saved for the backward: q, k, v, out, lse, the table of the mask, the
+    bias.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter, or for a version that this GPU or problem does not have.
+    outside Triton's interpreter, or for a version that does not support this GPU or problem.
+
+    Source: Dao et al. 2022, arXiv:2205.14135, algorithm 5; Child et al. 2019, arXiv:1904.10509.
     """
     given = (block_size, scale, causal, forward, backward)
     index = block_mask if isinstance(block_mask, BlockIndex) else None
@@ -94,8 +96,8 @@ def block_sparse_attention(
 
 
 def _plans(q, k, v, block_mask, block_bias, block_size, scale, causal, forward, backward):
-    """What a call needs that is checked: the plan of the mask's lists, or None if it is an index; the plan of the
-    attention; the op's options; the shape that block_bias is to be expanded to, if it is."""
+    """Checks a call, and returns the launch plan of the mask's lists (None for a BlockIndex), the plan of the
+    attention, the op's options, and the shape to which block_bias must be expanded, or None."""
     given = (block_size, scale, causal, forward, backward)
     table, mask, bias, options = checked(q, k, v, block_mask, block_bias, *given)
     queries, keys, listed = q.shape[2], k.shape[2], None
@@ -109,16 +111,16 @@ def _plans(q, k, v, block_mask, block_bias, block_size, scale, causal, forward, 
 def block_index(
     block_mask: torch.Tensor, queries: int, keys: int, *, block_size: int = 128, causal: bool = False
 ) -> BlockIndex:
-    """Compresses a mask into lists, to be used in its place any number of times; two small launches on the mask's
-    device, and nothing that waits for them.
+    """Compresses a mask into lists of kept blocks, to be passed in its place any number of times.
 
     block_mask   bool [nq, nk], [H, nq, nk] or [B, H, nq, nk] with B and H 1 or those of q
-    queries      Sq, of which nq = ceil(Sq / block_size)
-    keys         Sk
+    queries      Sq; nq = ceil(Sq / block_size)
+    keys         Sk; nk = ceil(Sk / block_size)
     block_size   64 or 128
     causal       blocks that a causal mask hides are dropped from the lists; the calls must be causal as well
 
-    Heads or batches that share their mask, by size 1 or stride 0, share its lists. Raises as `block_sparse_attention`.
+    Returns a BlockIndex on the mask's device, by two small launches without synchronisation. Heads or batches that
+    share their mask, by size 1 or stride 0, share its lists. Raises the errors of `block_sparse_attention`.
     """
     check_block_size(block_size)
     if not isinstance(block_mask, torch.Tensor) or block_mask.dtype != torch.bool:
@@ -145,7 +147,7 @@ def _forward_plan(q, k, v, table, bias, options):
 
 
 def _backward(tensors, options, needed):
-    """dq, dk, dv and dbias. `tensors`: dout, dlse, q, k, v, table, bias, out, lse, statistics."""
+    """Returns dq, dk, dv and dbias. `tensors`: dout, dlse, q, k, v, table, bias, out, lse, statistics."""
     rest = (*options[:4], *needed)
     if not lean(*tensors):
         return bwd_plan(*tensors, *rest)(*tensors)
@@ -155,13 +157,13 @@ def _backward(tensors, options, needed):
 
 
 class _BlockSparseAttention(torch.autograd.Function):
-    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
-    differentiated."""
+    """The autograd function of eager calls. Its backward goes through torch.library if it is traced, transformed or
+    differentiated again."""
 
     @staticmethod
     def forward(ctx, q, k, v, table, bias, plan, options, return_lse):
         out, lse, statistics = plan(q, k, v, table, bias)
-        ctx.set_materialize_grads(False)  # most of the time lse has no gradient
+        ctx.set_materialize_grads(False)  # lse rarely has a gradient: None, not a tensor of zeros
         ctx.options = options
         ctx.save_for_backward(q, k, v, table, bias, out, lse, statistics)
         return (out, lse) if return_lse else out
@@ -171,12 +173,12 @@ class _BlockSparseAttention(torch.autograd.Function):
         return *_gradients(ctx, dout, dlse), None, None, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has ruled functorch out.
+# torch.autograd.Function.apply checks for functorch first, which `lean` has already ruled out.
 _apply = super(torch.autograd.Function, _BlockSparseAttention).apply
 
 
 def _gradients(ctx, dout, dlse):
-    """Of q, k, v, table and bias, each None if it is not needed or zero."""
+    """Returns gradients of q, k, v, table and bias, each None if not needed or without an incoming gradient."""
     if dout is None and dlse is None:
         return None, None, None, None, None
     need_dq, need_dk, need_dv, _, need_dbias = ctx.needs_input_grad[:5]
@@ -280,7 +282,7 @@ def _(
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.set_materialize_grads(False)  # most of the time lse has no gradient
+    ctx.set_materialize_grads(False)  # lse rarely has a gradient: None, not a tensor of zeros
     q, k, v, table, bias, *options = inputs
     ctx.options = tuple(options)
     out, lse, statistics = output

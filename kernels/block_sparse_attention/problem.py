@@ -1,4 +1,4 @@
-"""What the launchers share: the memory layout of tensors, sizes, and the kernel arguments that follow from them."""
+"""Shared by the launchers: memory layout of tensors, problem sizes, and the kernel arguments that follow from them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .configs import Config, precision
 
 LOG2_E = 1.4426950408889634
 
-# Elements between rows: offsets within a tile of up to 256 rows are 32 bits wide.
+# Largest row stride in elements: offsets within a tile of up to 256 rows are 32 bits wide.
 MOST_STRIDE = 1 << 22
 
-# Arguments whose values Triton does not specialise kernels for (1, multiple of 16); `Problem.unit` gives alignment.
+# `do_not_specialize`: Triton compiles no variants for values of 1 or multiples of 16. `Problem.unit` gives alignment.
 _SIZES = ("queries", "padded", "keys", "rows", "columns", "dim", "heads", "all_heads", "group", "section")
 _STRIDES = ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om", "gb", "gh", "gm")
 _MORE_STRIDES = ("db", "dh", "dm", "dn", "eb", "eh", "en", "tb", "th", "bb", "bh", "bm", "bn")
@@ -23,12 +23,12 @@ PLAIN = [*_SIZES, "scale", "scale_log2", *(f"stride_{name}" for name in (*_STRID
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where rows of D are contiguous, else a copy that is contiguous throughout."""
+    """Returns the tensor itself if its rows of D are contiguous, else a contiguous copy."""
     return tensor if _in_place(tensor) else tensor.contiguous()
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Uninitialised memory; in the tensor's memory order if its rows of D are contiguous, else row-major."""
+    """Returns uninitialised memory, in the tensor's memory order if its rows of D are contiguous, else row-major."""
     if _in_place(tensor):
         return torch.empty_like(tensor)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -39,7 +39,7 @@ def _in_place(tensor: torch.Tensor) -> bool:
 
 
 def strides(name: str, tensor: torch.Tensor, unit: int, row: str = "m") -> dict[str, int]:
-    """The strides of batch, head and row as kernel arguments, in units of `unit` elements."""
+    """Returns the strides of batch, head and row as kernel arguments, in units of `unit` elements."""
     return {f"stride_{name}{axis}": tensor.stride(i) // unit for i, axis in enumerate(("b", "h", row))}
 
 
@@ -47,9 +47,9 @@ def strides(name: str, tensor: torch.Tensor, unit: int, row: str = "m") -> dict[
 class Problem:
     """Attention of q [B, Hq, Sq, D] to k and v [B, Hkv, Sk, D], all `readable`, over the blocks of `table`.
 
-    table   as `index` makes it, int32 [1 or B, 1 or Hq, :]
+    table   the table of `index`, int32 [1 or B, 1 or Hq, :]
     bias    None, or fp32 [B, Hq, nq, nk] of any strides: added to scale · q kᵀ
-    block   queries, and keys, of a block
+    block   block size: queries, and keys, of a block
     """
 
     q: torch.Tensor
@@ -85,7 +85,7 @@ class Problem:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.q.shape[1] // self.k.shape[1]
 
     @property
@@ -107,17 +107,17 @@ class Problem:
         return self.columns * (self.block // config.block_n)
 
     def key_bytes(self) -> int:
-        """Of k and v, for each query head."""
+        """Bytes of k and v per query head."""
         return 2 * self.keys * self.dim * self.k.element_size() // self.group
 
     def query_bytes(self) -> int:
-        """Of q and the incoming gradient, for each KV head."""
+        """Bytes of q and the incoming gradient per KV head."""
         return 2 * self.queries * self.dim * self.q.element_size() * self.group
 
     def unit(self, *others: torch.Tensor) -> int:
-        """Elements in the unit in which D and all strides are passed to a kernel: 16 bytes if all rows are aligned to
-        that, else 1. The compiler derives the alignment from it. So two kernels are compiled, not one for each
-        combination of strides that happen to be multiples of 16."""
+        """The unit, in elements, in which D and all strides are passed to a kernel: 16 bytes if all rows are 16-byte
+        aligned, else one element. The compiler derives the alignment from it. So two kernels are compiled, not one for
+        each combination of strides that are multiples of 16."""
         tensors = (self.q, self.k, self.v, *others)
         elements = 16 // self.q.element_size()
         sizes = {size for t in tensors for size in (t.shape[3], *t.stride()[:3])}
@@ -125,7 +125,7 @@ class Problem:
         return elements if aligned else 1
 
     def table_strides(self) -> tuple[int, int]:
-        """Of batch and head; 0 where batches or heads share one table."""
+        """Strides of batch and head; 0 if batches or heads share one table."""
         batches, heads = self.table.shape[:2]
         return self.table.stride(0) if batches > 1 else 0, self.table.stride(1) if heads > 1 else 0
 
@@ -133,7 +133,7 @@ class Problem:
         return (0, 0, 0, 0) if self.bias is None else self.bias.stride()
 
     def arguments(self, unit: int) -> dict[str, Any]:
-        """q, k, v, the table, the bias, and the sizes."""
+        """Kernel arguments: q, k, v, table, bias, sizes and strides."""
         return {
             "q_ptr": self.q,
             "k_ptr": self.k,
@@ -158,7 +158,7 @@ class Problem:
         }
 
     def tiles(self, config: Config) -> dict[str, Any]:
-        """The constexprs of a tile, and the compiler's options."""
+        """The constexprs of the tile shape, and the compiler's options."""
         return {
             "EVEN_D": self.dim == config.block_d,
             "BLOCK_M": config.block_m,
@@ -167,7 +167,7 @@ class Problem:
             "PRECISION": precision(self.q.dtype),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
-            # Else ptxas limits registers for a second CTA on an SM, and spills a few bytes in some fp32 kernels.
+            # Without it ptxas limits registers so that two CTAs fit an SM: some fp32 kernels then spill a few bytes.
             "maxnreg": 255 if self.q.dtype == torch.float32 else None,
         }
 
@@ -176,7 +176,7 @@ class Problem:
         return self.queries % self.block == 0
 
     def kind(self) -> tuple[int, int, bool, torch.dtype, tuple[int, int]]:
-        """(dim, block, causal, dtype, capability): what the `pick_*` of the Triton kernels take."""
+        """(dim, block, causal, dtype, capability): the arguments of the `pick_*` functions of the Triton kernels."""
         return self.dim, self.block, self.causal, self.q.dtype, self.capability()
 
     def capability(self) -> tuple[int, int]:
@@ -190,7 +190,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward saved, and the incoming gradients. out and dout are `readable`, the others contiguous."""
+    """Saved tensors of the forward, and incoming gradients. out and dout are `readable`, the others contiguous."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -200,6 +200,6 @@ class Saved:
 
 
 def unexpanded(x: torch.Tensor) -> torch.Tensor:
-    """x, copied if it is expanded (a stride of 0), for which CUDA's documentation does not define tensor maps."""
+    """Returns x, or a copy if it is expanded (stride 0): CUDA's documentation does not define tensor maps for that."""
     expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.contiguous() if expanded else x

@@ -7,7 +7,7 @@ import math
 import torch
 from torch.utils.checkpoint import checkpoint
 
-# Scores that may be in memory at a time: in fp64 8 GiB, and the backward needs a few such tensors.
+# Most scores in memory at a time: 8 GiB in fp64, and the backward needs a few such tensors.
 MOST_SCORES = 1 << 30
 
 
@@ -23,8 +23,8 @@ def block_sparse_attention_reference(
     return_lse: bool = False,
     block_bias: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The definition of `block_sparse_attention`, from the mask itself. Where the scores are too many for memory, some
-    rows of blocks at a time, and again in the backward."""
+    """Computes `block_sparse_attention` by its definition, from the mask. If the scores do not fit memory, it computes
+    some rows of blocks at a time, and recomputes them in the backward."""
     batch, heads, queries, dim = q.shape
     keys, kv_heads = k.shape[2], k.shape[1]
     if k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, dim) or heads % kv_heads:
@@ -40,7 +40,7 @@ def block_sparse_attention_reference(
     scale = 1 / math.sqrt(dim) if scale is None else scale
 
     def part(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of blocks from `first` up to `last`."""
+        """Computes the rows of blocks in [first, last)."""
         begin, end = first * block_size, min(last * block_size, queries)
         hidden = ~_elements(kept[:, :, first:last], block_size, end - begin, keys)
         if causal:
@@ -62,7 +62,7 @@ def block_sparse_attention_reference(
 
 
 def _elements(blocks: torch.Tensor, block: int, queries: int, keys: int) -> torch.Tensor:
-    """What is said of blocks, said of each pair: [.., nq, nk] to [.., queries, keys]."""
+    """Repeats each block's element for all its pairs: [.., nq, nk] to [.., queries, keys]."""
     *leading, rows, columns = blocks.shape
     wide = blocks[..., :, None, :, None].expand(*leading, rows, block, columns, block)
     return wide.reshape(*leading, rows * block, columns * block)[..., :queries, :keys]
@@ -71,7 +71,7 @@ def _elements(blocks: torch.Tensor, block: int, queries: int, keys: int) -> torc
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of some rows."""
+    """Returns output and log-sum-exp of some rows."""
     scores = q @ k.transpose(-1, -2)
     if bias is not None:
         scores = scores + bias
@@ -87,5 +87,5 @@ def _attend(
 
 
 def _log(total: torch.Tensor) -> torch.Tensor:
-    """log, and of nought -inf with a gradient of nought."""
+    """Returns log(total). The log of 0 is -inf, with gradient 0."""
     return torch.where(total == 0, -math.inf, torch.where(total == 0, 1, total).log())

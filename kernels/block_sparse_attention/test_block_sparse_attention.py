@@ -1,4 +1,4 @@
-"""What is special to block_sparse_attention; `tests/test_specs.py` checks the rest from SPEC."""
+"""Tests that are specific to block_sparse_attention; `tests/test_specs.py` checks the rest from SPEC."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def random_mask(*shape: int, kept: float = 0.5) -> torch.Tensor:
 
 
 def everything(op, leaves: list[torch.Tensor], mask, **options) -> tuple[torch.Tensor, ...]:
-    """out, lse, and the gradients under fixed incoming ones; a fourth leaf is the bias."""
+    """Returns out, lse, and the gradients for fixed incoming gradients. A fourth leaf is the bias."""
     leaves = [t.detach().requires_grad_() for t in leaves]
     bias = dict(block_bias=leaves[3]) if len(leaves) > 3 else {}
     out, lse = op(*leaves[:3], mask, return_lse=True, **bias, **options)
@@ -50,7 +50,7 @@ def close(mine, other, **tolerance) -> None:
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch, block_m: int = 32, block_n: int = 32) -> None:
-    """Several tiles in a block."""
+    """Sets tiles smaller than a block."""
     for name in ("pick_fwd_config", "pick_dkdv_config", "pick_dq_config"):
         config = Config(block_m, block_n, 16, 4, 1)
         monkeypatch.setattr(configs, name, lambda *_, config=config: config)
@@ -66,7 +66,7 @@ def test_all_blocks_kept_is_attention():
 @pytest.mark.parametrize("block_m, block_n", [(32, 64), (64, 32)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_of_several_tiles(block_m, block_n, causal, monkeypatch):
-    """Ragged blocks, of which whole tiles lie past the end, and the gradient of a bias from several tiles."""
+    """Partial blocks with whole tiles past the end, and the gradient of a bias from several tiles."""
     small_tiles(monkeypatch, block_m, block_n)
     leaves = [*tensors(85, 150), normal(2, 2, 3)]
     mask = random_mask(2, 2, 3)
@@ -98,7 +98,7 @@ def test_a_bias_of_minus_infinity_is_as_good_as_dropped():
 
 @pytest.mark.parametrize(("queries", "keys"), [(300, 200), (384, 256)], ids=["ragged", "whole blocks"])
 def test_the_gradient_of_a_bias_in_half_precision(queries, keys):
-    """A sum of thousands of numbers in fp32, whose factors are rounded to fp16: near the exact one all the same."""
+    """It is an fp32 sum of thousands of products whose factors are rounded to fp16, but still near the exact one."""
     leaves = [*(t.half() for t in tensors(queries, keys)), normal(2, 3, 2)]
     mask = random_mask(2, 3, 2)
     mine = everything(block_sparse_attention, leaves, mask)
@@ -136,7 +136,7 @@ def test_masks_that_share_memory_share_their_lists():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(150, 9000), (5000, 100), (700, 700), (128, 192)])
 def test_the_lists_and_their_order(queries, keys, causal):
-    """More lines, and longer ones, than a CTA has at a time; and whole blocks alone."""
+    """More lines, and longer lines, than a CTA processes at a time; and masks of full blocks only."""
     rows, columns = -(-queries // 64), -(-keys // 64)
     mask = random_mask(2, rows, columns)
     made = block_index(mask, queries, keys, causal=causal, **SMALL)
@@ -160,12 +160,12 @@ def test_the_lists_and_their_order(queries, keys, causal):
         pairs = whole[head, row * 64 : (row + 1) * 64]
         full = [bool(pairs[:, j * 64 : (j + 1) * 64].all()) and (j + 1) * 64 <= keys for j in blocks[:count]]
         assert full[:many] == [True] * many
-        if row < rows - 1:  # of the last block of queries the rows that do not exist count as well
+        if row < rows - 1:  # in the last block of queries, padding rows count as well
             assert not any(full[many:])
 
 
 def test_heads_inside_rows_are_read_in_place(monkeypatch):
-    """[B, S, H, D] and the parts of one packed projection: no copy, and the output in the same order."""
+    """[B, S, H, D] and slices of a packed projection are not copied, and the output has the same memory order."""
     packed = normal(1, 70, 3, 2, 16)
     q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
     mask, copies = random_mask(2, 2), []
@@ -208,7 +208,7 @@ def test_compiles_with_an_index():
 
 
 class Passing(TorchDispatchMode):
-    """Changes nothing, and is enough for a call to go through torch.library."""
+    """A dispatch mode that changes nothing, but makes calls go through torch.library."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -229,7 +229,7 @@ def test_a_backward_outside_of_the_mode_that_saw_the_forward(dtype):
 
 
 def test_sections_of_heads_that_do_not_divide_them(monkeypatch):
-    """Every tile of every head is visited, each once."""
+    """Every tile of every head is computed exactly once."""
     monkeypatch.setattr(configs, "pick_section", lambda *_: 2)
     leaves, mask = tensors(100, 130, heads=3, kv_heads=3), random_mask(3, 2, 3)
     mine = everything(block_sparse_attention, leaves, mask, **SMALL)
@@ -252,13 +252,13 @@ def test_every_width_has_a_tile(dtype, capability):
         assert dim <= config.block_d <= max(16, 2 * dim)
         assert block % config.block_m == 0 and block % config.block_n == 0
         assert delta.ROWS.value % config.block_m == 0
-        # Scores, in fp32, over the threads: what is in registers beside the accumulators.
+        # fp32 scores per thread, which are in registers in addition to the accumulators.
         assert config.block_m * config.block_n <= 64 * 32 * config.num_warps
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.dims["queries"] < 2000], ids=lambda case: case.name)
 def test_cost_counts_the_pairs_of_the_mask(case):
-    """Exactly where blocks are whole, else to within a block of each row."""
+    """Exact if no block is partial, else to within one block per row."""
     d, block = case.dims, case.params.get("block_size", 128)
     mask = make_mask(case, "cpu", torch.Generator().manual_seed(0))
     pairs = _elements(mask, block, d["queries"], d["keys"])
@@ -360,7 +360,7 @@ def test_nothing_waits_for_the_gpu(version):
     leaves = [*(normal(1, 2, 1000, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))]
     mask = random_mask(2, 8, 8)
     options = dict(forward=version, backward=version)
-    block_sparse_attention(*leaves, mask, **options).sum().backward()  # what is compiled and loaded may wait
+    block_sparse_attention(*leaves, mask, **options).sum().backward()  # compiling and loading may synchronise
     torch.cuda.set_sync_debug_mode("error")
     try:
         block_sparse_attention(*leaves, mask, **options).sum().backward()
@@ -382,7 +382,7 @@ def test_fifty_equal_repeats(version):
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements():
-    """Offsets are 64 bits wide: the last heads lie past what 32 reach."""
+    """Offsets are 64 bits wide: the last heads are beyond the range of 32 bits."""
     shape = (1, 2**31 // (4096 * 64) + 2, 4096, 64)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     mask = random_mask(32, 32)

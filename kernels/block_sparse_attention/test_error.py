@@ -1,10 +1,10 @@
-"""How far block-sparse attention is from dense attention on scores with structure: a report and its test.
+"""The error of block-sparse attention compared with dense attention on structured scores: a report and its test.
 
 `python -m kernels.block_sparse_attention.test_error` prints the table as Markdown: in bf16 by the kernel on a GPU,
 without one in fp32 by the reference, on shorter sequences.
 
-Scores with structure: a text of topics. Each stretch of neighbouring tokens has a topic, in whose direction its queries
-and keys point, and topics return; so a query gives most of its attention to a few stretches anywhere.
+The scores imitate a text with topics. Each span of consecutive tokens has a topic, and its queries and keys point in
+the direction of that topic. Topics recur, so a query gives most of its attention to a few spans anywhere in the text.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MASKS = ("best", "threshold", "window", "random")
 
 
 def topics(seed: int = 0, count: int = 16, score: float = 6.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v. Stretches of 1/2 to 2 blocks that do not begin where blocks do. A query and a key of the same topic have
-    `score` on average, others 0, and the noise about it has a standard deviation of 1 and more."""
+    """Returns q, k, v. Spans of 1/2 to 2 blocks are not aligned with blocks. The mean score is `score` for a query and
+    a key of the same topic, else 0, with noise of standard deviation 1 or more."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def topics(seed: int = 0, count: int = 16, score: float = 6.0) -> tuple[torch.Te
 
 
 def make(name: str, q: torch.Tensor, k: torch.Tensor, sparsity: float, shares: torch.Tensor) -> torch.Tensor:
-    """A mask that drops that share of the blocks; "best" knows the attention itself."""
+    """Returns a mask that drops the fraction `sparsity` of the blocks. "best" uses the exact attention, `shares`."""
     blocks = LENGTH // BLOCK
     if name == "threshold":
         return threshold_blocks(q, k, sparsity=sparsity, block_size=BLOCK)
@@ -58,8 +58,8 @@ def make(name: str, q: torch.Tensor, k: torch.Tensor, sparsity: float, shares: t
 
 
 def errors() -> Iterator[tuple[float, str, float, float, float]]:
-    """(wanted sparsity, mask, share of the blocks dropped, share of the attention kept, relative RMS error of the
-    output against dense attention in fp32)."""
+    """Yields (requested sparsity, mask, fraction of the blocks dropped, fraction of the attention kept, relative RMS
+    error of the output compared with dense attention in fp32)."""
     q, k, v = topics()
     shares = block_shares(q, k, block_size=BLOCK)
     dense = torch.softmax(q.float() @ k.float().transpose(-1, -2) / math.sqrt(DIM), dim=-1) @ v.float()
@@ -73,7 +73,7 @@ def errors() -> Iterator[tuple[float, str, float, float, float]]:
 
 
 def report(rows: Iterable[tuple[float, str, float, float, float]]) -> str:
-    """What `errors` gives, as Markdown."""
+    """Returns the rows of `errors` as a Markdown table."""
     short = str(DTYPE).removeprefix("torch.")
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "the reference on the CPU"
     lines = [
@@ -88,7 +88,7 @@ def report(rows: Iterable[tuple[float, str, float, float, float]]) -> str:
 
 
 def test_the_threshold_is_near_the_best_choice():
-    """And far better than blocks at random, at every sparsity; more blocks are never worse."""
+    """It is also far better than random blocks at every sparsity, and more blocks are never worse."""
     rows = list(errors())
     print(f"\n{report(rows)}")
     found = {(sparsity, name): (kept, error) for sparsity, name, _, kept, error in rows}

@@ -1,5 +1,5 @@
 """The machine code of the kernels in CUDA C++: they do not spill, and no warp releases a stage to TMA while its
-reads of that stage are pending. Those of single words may be: threads write these next."""
+reads of that stage are pending. Reads of single words may be pending, as threads, not TMA, write those next."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .sm90 import forward
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
 
 SOURCES = Path(forward.__file__).parent
-WORDS = {"LDS.32"}  # what the producer tells consumers of a stage; TMA's tiles are read in longer units
+WORDS = {"LDS.32"}  # loads of the words that a producer passes to consumers; tiles of TMA are read by wider loads
 
 
 def usage_of(source: str, function: str, defines: tuple[str, ...]) -> sass.Usage:
     return sass.inspect(nvrtc.compiled(SOURCES / source, "sm_90a", defines), function)
 
 
-# All are compiled by the slow tests, the first always: queries in registers, by ldmatrix.
+# The first is always compiled, with queries in registers by ldmatrix; the others by slow tests only.
 FORWARD = [(128, 128, pick_cuda_config(128, 128))]
 FORWARD += [(dim, block, c) for (dim, block), found in CUDA_CANDIDATES.items() for c in found if c != FORWARD[0][2]]
 
@@ -48,7 +48,7 @@ def test_the_forward_gives_back_what_it_has_read(dim: int, block: int, config: C
     ("dim", "causal"), [(64, 1), *(pytest.param(*b, marks=pytest.mark.slow) for b in ((64, 0), (128, 0), (128, 1)))]
 )
 def test_the_backward_gives_back_what_it_has_read(dim: int, causal: int) -> None:
-    """lse and delta come by TMA too, and are read in pairs."""
+    """TMA loads lse and delta too; they are read in pairs."""
     defines = f"HEAD_DIM={dim}", f"IS_CAUSAL={causal}", "FP16=0"
     usage = usage_of("backward.cu", "block_sparse_attention_cuda_bwd", defines)
     assert usage.spills == 0 and usage.stack == 0

@@ -1,4 +1,4 @@
-"""The masks that `masks` and `gate` make: plain PyTorch, but for what the gate learns through the kernel."""
+"""The masks of `masks` and `gate`: plain PyTorch, except the training of a gate through the kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def drawn(mask: torch.Tensor) -> list[str]:
 def test_a_sliding_window():
     assert drawn(sliding_window_blocks(4, 4, 1, 0)) == ["x...", "xx..", ".xx.", "..xx"]
     assert drawn(sliding_window_blocks(4, 4, 0, 1, 1)) == ["xxxx", "xxx.", "x.xx", "x..x"]
-    assert drawn(sliding_window_blocks(2, 4, 1, 0)) == [".xx.", "..xx"]  # the last row beside the last column
+    assert drawn(sliding_window_blocks(2, 4, 1, 0)) == [".xx.", "..xx"]  # the last row is aligned with the last column
 
 
 def test_strided_blocks():
@@ -71,7 +71,7 @@ def test_means_of_ragged_blocks():
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_number_of_blocks_is_exact(sparsity, causal):
-    """Of each head, whatever the scores: equal ones too."""
+    """In each head, for any scores, also equal ones."""
     visible = visible_blocks(600, 700, 64, causal, device=DEVICE)
     rows = visible.shape[0]
     for scores in (normal(2, 3, *visible.shape), torch.zeros(2, 3, *visible.shape, device=DEVICE)):
@@ -101,12 +101,12 @@ def test_rows_that_see_nothing_keep_nothing():
     q, k = normal(1, 2, 200, 8), normal(1, 1, 70, 8)
     kept = threshold_blocks(q, k, sparsity=0.5, block_size=64, causal=True)
     assert kept.shape == (1, 2, 4, 2)
-    assert not kept[:, :, :2].any()  # queries 0 to 129 stand before the first key
+    assert not kept[:, :, :2].any()  # queries 0 to 129 are aligned with positions before the first key
     assert kept[:, :, 2:].any(-1).all()
 
 
 def test_the_threshold_finds_where_the_attention_is():
-    """Queries and keys of a block point in one direction of eight, of which each row of blocks should find its own."""
+    """Queries and keys of a block point in one of eight directions. Each row of blocks should keep those of its own."""
     directions = 12 * torch.eye(8, 16, device=DEVICE)
     q, k = (directions.repeat_interleave(64, 0)[None, None] + 0.1 * normal(1, 2, 512, 16) for _ in range(2))
     shuffled = torch.randperm(8, device=DEVICE)
@@ -141,7 +141,7 @@ def gate(**options) -> BlockGate:
 
 def test_a_gate_learns_through_the_bias_of_what_it_keeps():
     """The gradient of its parameters is that of the biased attention with the choice held fixed."""
-    # Of 6 blocks 4 are kept, in 3 rows: where each row keeps one alone, its bias changes nothing.
+    # 4 of 6 blocks are kept, in 3 rows: if each row kept only one, its bias would have no effect.
     module, wanted = gate(causal=True, sparsity=0.25), normal(1, 2, 130, 8)
     q, k, v = normal(1, 2, 130, 8), normal(1, 1, 130, 8), normal(1, 1, 130, 8)
     blocks = module(q, k)
@@ -170,7 +170,7 @@ def test_a_gate_explores_in_training_alone():
 
 
 def test_a_gate_can_be_distilled():
-    """Towards where dense attention is, from where it knows nothing of it."""
+    """A randomly initialised gate learns which blocks receive the attention in dense attention."""
     directions = 3 * torch.eye(8, device=DEVICE).repeat_interleave(64, 0)
     q, k = (directions[None, None] + 0.1 * normal(1, heads, 512, 8) for heads in (2, 1))
     module, shares = gate(sparsity=7 / 8), block_shares(q, k, block_size=64)

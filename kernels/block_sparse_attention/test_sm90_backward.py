@@ -1,4 +1,4 @@
-"""The backward in CUDA C++: when it runs and its parameters, anywhere; what it computes, on a GPU that has it."""
+"""The backward in CUDA C++: when it runs and its parameters (on any machine), and its results (on Hopper)."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def needs_hopper() -> None:
 
 
 def on_hopper(dim: int, dtype: torch.dtype, batch: int = 3, heads: tuple[int, int] = (16, 8), sizes=(1333, 1717)):
-    """Tensors and a mask: partial blocks, [B, S, H, D] in memory, grouped heads, rows and columns that keep nothing."""
+    """Returns tensors and a mask with partial blocks, [B, S, H, D] in memory, grouped heads, and rows and columns that
+    keep nothing."""
     needs_hopper()
     shapes = (sizes[0], heads[0]), (sizes[1], heads[1]), (sizes[1], heads[1])
     leaves = [normal(batch, *shape, dim, dtype=dtype).transpose(1, 2) for shape in shapes]
@@ -124,8 +125,8 @@ def on_hopper(dim: int, dtype: torch.dtype, batch: int = 3, heads: tuple[int, in
 
 
 def near(mine, other) -> None:
-    """Both rounded p and ds to 16 bits; the smallest numbers may be sums of larger ones. Where no block is kept, all of
-    lse is -inf."""
+    """Asserts closeness. Both rounded p and ds to 16 bits, and small elements may be sums of larger terms. If no block
+    is kept, all of lse is -inf."""
     for a, b in zip(mine, other, strict=True):
         scale = b.where(b.isfinite(), 0).float().square().mean().sqrt().item()
         torch.testing.assert_close(a, b, rtol=2e-2, atol=3e-2 * scale)
@@ -136,7 +137,7 @@ def near(mine, other) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", DIMS)
 def test_agrees_with_the_portable_version(dim, causal, dtype):
-    """dk and dv the same bit for bit in each run, and dq but for the order of its sums."""
+    """dk and dv are deterministic, and dq is up to the order of its sums."""
     leaves, mask = on_hopper(dim, dtype)
     mine = everything(block_sparse_attention, leaves, mask, causal=causal, backward="cuda")
     near(mine, everything(block_sparse_attention, leaves, mask, causal=causal, backward="portable"))
@@ -152,7 +153,7 @@ def test_agrees_with_the_portable_version(dim, causal, dtype):
 @pytest.mark.parametrize(("queries", "keys"), [(700, 333), (333, 700), (1, 129), (700, 100), (64, 1)])
 @pytest.mark.parametrize("dim", DIMS)
 def test_sizes_and_orders(dim, queries, keys, heads, monkeypatch):
-    """Under a causal mask, by which some queries see nothing; sections of which the last is not full."""
+    """Under a causal mask, with queries that see no key, and with a partial last section."""
     leaves, mask = on_hopper(dim, torch.bfloat16, 2, heads, (queries, keys))
     mask |= random_mask(*mask.shape)
     other = everything(block_sparse_attention, leaves, mask, causal=True, backward="portable")
@@ -188,7 +189,7 @@ def test_nothing_and_everything_kept(dim, kept):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", DIMS)
 def test_keys_that_do_not_exist_count_for_nothing(dim, causal):
-    """Scores are so low that the 0 of a key beyond the last would have an infinite probability."""
+    """Scores are so low that the score 0 of a padding key would have an infinite probability."""
     leaves, mask = on_hopper(dim, torch.bfloat16, 1, (4, 2), (300, 333))
     q, k, v = (t.clone() for t in leaves)
     q[..., 0], k[..., 0] = 40, -60

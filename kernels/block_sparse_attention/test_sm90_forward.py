@@ -1,4 +1,4 @@
-"""The forward in CUDA C++: when it runs and its parameters, anywhere; what it computes, on a GPU that has it."""
+"""The forward in CUDA C++: when it runs and its parameters (on any machine), and its results (on Hopper)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_cuda_does_not_take_runs_in_the_portable_version(monkeypatch):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A GPU of compute capability 9.0 with 4 SMs, and a compiler, for what asks for them."""
+    """Makes queries report a GPU of compute capability 9.0 with 4 SMs, and a compiler."""
     monkeypatch.setattr(problems.Problem, "capability", lambda self: (9, 0))
     monkeypatch.setattr(problems.Problem, "sms", lambda self: 4)
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
@@ -78,12 +78,12 @@ def test_configurations_fit(dim, block):
     for config in CUDA_CANDIDATES[dim, block]:
         assert forward.shared_bytes(dim, block, config) <= 232_448
         assert block % config.block_n == 0
-        assert 2 <= config.teams * block // forward.ROWS <= 4  # warp groups that there are registers for
+        assert 2 <= config.teams * block // forward.ROWS <= 4  # warp groups for which there are registers
         assert not config.ping_pong or block == 128
 
 
 def members(source: str) -> tuple[str, list[str]]:
-    """Of the struct that a kernel has its problem in: the letters that a launch describes it by, and the names."""
+    """Returns the layout letters and the member names of the struct that is a kernel's Problem."""
     text = (Path(cuda_driver.__file__).parent / source).read_text(encoding="utf-8")
     struct = re.search(r"struct Problem \{(.*?)\n\};", text, re.S)
     assert struct
@@ -98,8 +98,8 @@ def members(source: str) -> tuple[str, list[str]]:
 
 @pytest.fixture
 def driver(hopper, monkeypatch):
-    """(what is compiled, what is launched), recorded, not run: handle, grid, threads, shared memory and values, which
-    fit the layout. A tensor map is what it is made from, and where."""
+    """Returns lists that record compilations and launches, which are not run: handle, grid, threads, shared memory and
+    values, checked against the layout. A tensor map is recorded as its arguments and address."""
     compiled, launched = [], []
 
     def kernels(*arguments):
@@ -129,7 +129,7 @@ def driver(hopper, monkeypatch):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dim", DIMS)
 def test_parameters(dim, block, shared, driver):
-    """Recorded, not run: sizes, lists that are shared or not, the bias, and a counter where there are many rows."""
+    """Launches are recorded, not run: sizes, lists that are shared or not, the bias, and a counter for many rows."""
     compiled, launched = driver
     queries, keys = 20 * block - 3, 1100
     rows, columns = 20, -(-keys // block)
@@ -161,8 +161,8 @@ def test_parameters(dim, block, shared, driver):
 
 
 def on_hopper(dim: int, block: int, dtype: torch.dtype, bias: bool = False) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Tensors, of which the bias is the fourth, and a mask: partial blocks, more rows of the mask than teams, [B, S, H,
-    D] in memory, grouped heads, and rows that keep nothing."""
+    """Returns tensors (the fourth is the bias) and a mask, with partial blocks, more rows of the mask than teams,
+    [B, S, H, D] in memory, grouped heads, and rows that keep nothing."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
     if reason := cuda_driver.no_compiler():
@@ -182,14 +182,14 @@ def on_hopper(dim: int, block: int, dtype: torch.dtype, bias: bool = False) -> t
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dim", DIMS)
 def test_agrees_with_the_portable_version(dim, block, causal, dtype, bias):
-    """And so do the gradients, for which the backward takes out and lse from either."""
+    """The gradients agree too, computed from out and lse of either version."""
     leaves, mask = on_hopper(dim, block, dtype, bias)
-    options = dict(block_size=block, causal=causal, backward="portable")  # of which repeats agree
+    options = dict(block_size=block, causal=causal, backward="portable")  # which is deterministic
     out, lse, *grads = everything(block_sparse_attention, leaves, mask, forward="cuda", **options)
     other, other_lse, *other_grads = everything(block_sparse_attention, leaves, mask, forward="portable", **options)
     assert out.stride() == leaves[0].stride()
     assert not out[:, :, :block].any() and (lse[:, :, :block] == -math.inf).all()
-    # Both round p to the dtype, each by a maximum of its own, and some queries see few keys.
+    # Both round p to the dtype, relative to different running maxima, and some queries see few keys.
     torch.testing.assert_close(out, other, rtol=2e-2, atol=4 * torch.finfo(dtype).eps)
     torch.testing.assert_close(lse, other_lse, rtol=1e-5, atol=1e-4)
     for mine, theirs in zip(grads, other_grads, strict=True):
@@ -226,7 +226,8 @@ def test_every_configuration(config, monkeypatch):
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("kind", ["rising", "falling", "negative", "infinite", "not a number"])
 def test_scores_that_a_kept_maximum_could_get_wrong(kind, dim, block):
-    """A maximum is kept while it is not far exceeded, and found by comparing integers; NaN stands where it should."""
+    """The kernel keeps a maximum while no score exceeds it by much, and computes it with integer comparisons. NaN must
+    appear in the right places."""
     leaves, mask = on_hopper(dim, block, torch.bfloat16)
     q, k, v = (t.clone() for t in leaves)
     ramp = torch.linspace(-30, 30, k.shape[2], device=DEVICE).to(k.dtype)[:, None]

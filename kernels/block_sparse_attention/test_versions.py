@@ -1,5 +1,5 @@
-"""What the versions in CUDA C++ are given, with the portable kernels in their place: they are planned once for tensors
-of some sizes and strides, and then called with addresses alone."""
+"""The arguments of the versions in CUDA C++, with the portable kernels in their place. They are planned once for
+tensors of given sizes and strides, and then called with addresses only."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .test_block_sparse_attention import SMALL, everything, normal, random_mask
 
 
 def alike(tensor: torch.Tensor | None) -> Any:
-    """What a plan may depend on, beside an address."""
+    """Returns the properties of a tensor on which a launch plan may depend: all but the address."""
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The portable kernels behind the interface of CUDA C++; the names of those that were planned and called."""
+    """Replaces the CUDA C++ versions by portable kernels. Returns a list of the names that are planned and called."""
     seen: list[str] = []
 
     def fwd_plan(problem: Problem, out: torch.Tensor):
@@ -69,7 +69,7 @@ def inputs(layout: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("layout", ["contiguous", "heads inside", "in columns"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_cuda_is_given_what_it_was_planned_for(layout: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls by one plan agree with the portable versions to the bit."""
+    """Two calls of one plan agree bitwise with the portable versions."""
     mask = random_mask(2, 2, 3)
     leaves = inputs(layout)
     options = dict(causal=causal, **SMALL)
@@ -119,7 +119,7 @@ def test_when_the_backward_is_cuda(needed: str, backward: str, runs: bool, monke
 
 
 def test_a_deterministic_backward_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless it is asked for by its name; warnings about determinism change nothing."""
+    """Unless it is requested by name. The mode that only warns changes nothing."""
     seen = put_in_place(monkeypatch)
     leaves, mask = [t.requires_grad_() for t in inputs("contiguous")], random_mask(2, 3)
     default, warn, error = range(3)

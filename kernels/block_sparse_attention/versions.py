@@ -33,9 +33,9 @@ def fwd_plan(
     causal: bool,
     version: str,
 ) -> Forward:
-    """Returns a function from (q, k, v, table, bias) like these, already checked, to out and lse of
-    `block_sparse_attention` and, for fp32, the statistics that the backward needs, else None. The host does not read
-    the table's contents."""
+    """Returns a function of (q, k, v, table, bias), which must have the signatures of these checked tensors. It returns
+    out and lse of `block_sparse_attention` and, for fp32, the statistics that the backward needs, else None. The host
+    does not read the contents of the table."""
     shape, device = q.shape[:3], q.device
     lse_strides = (shape[1] * shape[2], shape[2], 1)
     in_place, exact = readable(q) is q, q.dtype == torch.float32
@@ -77,7 +77,7 @@ def fwd_plan(
 
 
 def _hopper_fwd(problem: Problem, version: str, out: torch.Tensor) -> str:
-    """Returns "cuda" if that takes the problem, else "". RuntimeError where it was requested and does not."""
+    """Returns "cuda" if that supports the problem, else "". RuntimeError if it was requested and does not."""
     if version == "portable":
         return ""
     reason = cuda_unsupported_reason(problem, out)
@@ -87,7 +87,7 @@ def _hopper_fwd(problem: Problem, version: str, out: torch.Tensor) -> str:
 
 
 def empty_statistics(q: torch.Tensor) -> torch.Tensor:
-    """Maximum and sum of each row, [2, B, Hq, Sq], for fp32; empty for other dtypes, for which lse suffices."""
+    """Allocates maximum and sum of each row, [2, B, Hq, Sq], for fp32. Other dtypes need lse only: no elements."""
     return q.new_empty((2, *q.shape[:3]) if q.dtype == torch.float32 else 0, dtype=torch.float32)
 
 
@@ -110,9 +110,9 @@ def bwd_plan(
     need_dkv: bool,
     need_dbias: bool,
 ) -> Backward:
-    """Returns a function from (dout, dlse, q, k, v, table, bias, out, lse, statistics) like these to dq, dk, dv and
-    dbias, None for what is not needed. "cuda" computes all of dq, dk and dv; where some are not needed, "portable" runs
-    and omits them. RuntimeError where the version that was requested does not take the problem."""
+    """Returns a function of (dout, dlse, q, k, v, table, bias, out, lse, statistics) like these. It returns dq, dk, dv
+    and dbias, None if not needed. "cuda" computes all of dq, dk and dv; if some are not needed, "portable" runs and
+    omits them. RuntimeError if the requested version does not support the problem."""
 
     def allocated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Optional, Optional, Optional]:
         dq = empty_like(q) if need_dq or need_dbias else None  # the kernel of dbias writes dq as well
@@ -156,7 +156,7 @@ def _saved(dout: torch.Tensor, dlse: Optional, out: torch.Tensor, lse: torch.Ten
 
 
 def _in_cuda(problem: Problem, saved: Saved, version: str, *gradients: torch.Tensor) -> bool:
-    """Whether "cuda" runs. RuntimeError where it was requested and does not take the problem."""
+    """Returns whether "cuda" runs. RuntimeError if it was requested and does not support the problem."""
     reason: str | None = "not asked"
     if version != "portable":
         reason = cuda_bwd_unsupported_reason(problem, saved.out, saved.dout, *gradients)

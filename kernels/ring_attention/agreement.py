@@ -1,4 +1,4 @@
-"""What the ranks of a group must have in common, held against each other once for each new kind of call."""
+"""Checks that the ranks of a group call with the same arguments, once for each new kind of call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _KEPT = 256
 
 @dataclass(frozen=True)
 class Terms:
-    """What one rank brings: its rows of queries and keys, and what must be the same everywhere by the name that an
-    error gives it."""
+    """The arguments of one rank: its numbers of queries and keys, and the values that must be equal on all ranks, with
+    their names for error messages."""
 
     queries: int
     keys: int
@@ -28,15 +28,15 @@ class Terms:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The lengths of all ranks, and why they cannot read each other's memory, or None."""
+    """The lengths of all ranks, and why they cannot write each other's memory, or None."""
 
     q_lengths: tuple[int, ...]
     k_lengths: tuple[int, ...]
     peer_writes_reason: str | None
 
 
-# The group is not kept alive: one that outlives `destroy_process_group` has threads left when the process ends, which
-# then aborts. A group that is gone may have given its id to another one.
+# Weak references: a group that outlives `destroy_process_group` has threads left when the process ends, which then
+# aborts. The id of a freed group may have been reused by another one.
 _AGREED: OrderedDict[tuple, tuple[Agreement, weakref.ref[dist.ProcessGroup]]] = OrderedDict()
 
 
@@ -47,9 +47,9 @@ def agree(
     q_lengths: Sequence[int] | None,
     k_lengths: Sequence[int] | None,
 ) -> Agreement:
-    """What the ranks have agreed on. The first call of its kind gathers the terms of all; later ones send nothing.
+    """Returns the Agreement of the ranks. The first call of its kind gathers the Terms of all; later ones send nothing.
 
-    Raises ValueError, on every rank, that names what differs.
+    Raises ValueError, on every rank, with the name of the argument that differs.
     """
     key = (id(members(group)), dist.get_world_size(group), device, terms, q_lengths, k_lengths)
     known = _AGREED.get(key)

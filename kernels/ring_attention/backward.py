@@ -1,8 +1,9 @@
-"""The backward of a rank: gradients of its own queries, keys and values, from the global log-sum-exp.
+"""The backward on one rank: gradients of its own queries, keys and values, from the global log-sum-exp.
 
-All sums over ranks are fp32. What a rank computes for another's block it hands to the owner, who adds the contributions
-in the order of the steps, so that repeated runs add in the same order. Where keys move, work on the own block comes in
-two halves: the first fetch is overlapped with the first, and the last handing over with the second.
+All sums over ranks are fp32. A rank sends the gradients that it computes for the block of another rank to the owner.
+The owner adds these contributions in the order of the steps, so the order is the same in each run. Where keys move, the
+work on the own block is split into two halves: the first fetch is overlapped with the first half, and the last transfer
+of gradients with the second.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ def ring_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> Gradients:
-    """dq, dk and dv in the dtype of q."""
-    dout = dout if dout.stride(3) == 1 else dout.contiguous()  # once, and not at each step
+    """Returns dq, dk and dv in the dtype of q."""
+    dout = dout if dout.stride(3) == 1 else dout.contiguous()  # copied once here, not at each step
     delta = attention_delta(dout, out, None if dlse is None else dlse.contiguous())
     run = {"keys": _keys, "queries": _queries, "gather": _gathered}[ring.rotate]
     return run(ring, dout, q, k, v, lse, delta)
 
 
 def _keys(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
-    """Keys and values are fetched once more; their gradients go to their owners."""
+    """Keys and values are fetched again; their gradients are sent to their owners."""
     steps = schedule(ring.problem, ring.rank, "keys")
 
     def shapes(rows: int) -> list[tuple[int, ...]]:
@@ -49,7 +50,7 @@ def _keys(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     transport = ring.transport(q.device, fp32(shapes(most)), like((k, v), most))
     plan, handed = of_keys(ring.problem, ring.rank), Handed(transport, steps, shapes, q.device)
     dq, result, mine = _empty(q), torch.empty_like(q), [_empty(k), _empty(v)]
-    chains = ring.chains(q, k)  # behind all allocations, which are this stream's
+    chains = ring.chains(q, k)  # after all allocations, which belong to this stream
     fetched = Fetched(transport, steps, (k, v), chains)
 
     def add(s: int, block: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
@@ -84,8 +85,8 @@ def _keys(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
 
 
 def _queries(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
-    """Queries go to all keys with what the backward knows of them; their gradients come back. Queries are few here, and
-    each call goes over the gradients of all keys: so the own block is not cut in two."""
+    """Queries are sent to all keys, with dout, lse and delta; their gradients are sent back. Queries are few here, and
+    each call reads and writes the gradients of all keys: so the own block is not split into halves."""
     steps = schedule(ring.problem, ring.rank, "queries")
     own = q, dout, lse, delta
 
@@ -115,7 +116,7 @@ def _queries(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
 
 
 def _gathered(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
-    """All keys and values are gathered once more; the gradients of all are summed by their owners."""
+    """All keys and values are gathered again; their owners sum the gradients of all ranks."""
     keys, values, transport = gather(ring, k, v, gradients=True)
     plan = of_all(ring.problem, ring.rank)
     dq, result, whole = _empty(q), torch.empty_like(q), [_empty(keys), _empty(values)]
@@ -130,7 +131,7 @@ def _gathered(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
 
 
 def _rounded(dq: torch.Tensor, result: torch.Tensor, plan: Sums) -> torch.Tensor:
-    """`result`, with the rows that no final call has written."""
+    """Returns `result`, after writing the rows that no final call has written."""
     zero(plan.unseen, dq)
     for first, last in plan.rest:
         result[:, :, first:last] = dq[:, :, first:last]
@@ -140,7 +141,7 @@ def _rounded(dq: torch.Tensor, result: torch.Tensor, plan: Sums) -> torch.Tensor
 def _collect(
     handed: Handed, mine: Sequence[torch.Tensor], like: Sequence[torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
-    """Adds what has been handed to this rank. With `like`, the last time: returns the sums, rounded to its dtypes."""
+    """Adds the contributions sent to this rank. With `like`, the last time: returns the sums, rounded to its dtypes."""
     found = handed.collect()
     if found:
         (first, last), more = found

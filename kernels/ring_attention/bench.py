@@ -1,7 +1,7 @@
 """The declaration of ring attention: cases, cost, peers. Sizes are those of the whole sequence.
 
-A case of one rank is checked like any kernel. A case of several gives each rank its own rows (`make_shard`), and
-`check_shard` holds a small problem of its kind against the oracle on all of them.
+A case of one rank is checked like any kernel. In a case of several ranks each gets its own rows (`make_shard`), and
+`check_shard` compares a small problem of the same kind with the oracle on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .reference import ring_attention_reference
 from .schedule import Call, Problem, schedule
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-MOST_ALONE = 2e16  # FLOPs of a call, with a forward before its backward, on the efficiency's one GPU: half a minute
+MOST_ALONE = 2e16  # FLOPs of a call (backward: with its forward) on one GPU, for the efficiency: half a minute
 MOST_OF_PEERS = 1e15  # FLOPs of a forward beyond which peers would take minutes
 CHECKED_ROWS = 768
 
@@ -38,7 +38,7 @@ def _case(
     modes: tuple[str, ...] = (),
     **params,
 ) -> Case:
-    """`heads` are the query heads, or the query heads and the key heads. Bench cases have no suffix for their dtype."""
+    """Returns a case. `heads`: query heads, or (query heads, KV heads). A bf16 case without suffix is a bench case."""
     query_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
     shared = f"-{kv_heads}" if kv_heads != query_heads else ""
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
@@ -49,7 +49,7 @@ def _case(
 
 
 def _of_many(world: int) -> tuple[Case, ...]:
-    """The bench cases of more than two GPUs, the longest last: a minute a call of four."""
+    """Returns the bench cases of more than two GPUs. The longest is last: on four GPUs a call takes a minute."""
     return (
         *(_case(world, (32, 8), length, length, 128, causal=True) for length in (65536, 262_144, 1_048_576)),
         _case(world, 8, 1_050_000, 1_000_000, 64),
@@ -61,7 +61,7 @@ CASES = (
     _case(2, 32, 16384, 16384, 128, causal=True),
     *(_case(2, (32, 8), length, length, 128, causal=True) for length in (65536, 262_144, 1_048_576)),
     *(_case(2, 8, length, length, 64) for length in (262_144, 524_288)),
-    # TransformerNP, M context points and N targets: (200k, 5k), (1M, 50k), and the targets alone against 1M.
+    # TransformerNP, M context points and N targets: (200k, 5k), (1M, 50k), and only the targets as queries of 1M.
     _case(2, 8, 205_000, 200_000, 64),
     _case(2, 8, 1_050_000, 1_000_000, 64),
     _case(2, 8, 5000, 1_000_000, 64),
@@ -73,7 +73,7 @@ CASES = (
     _case(1, (2, 1), 41, 37, 24, FP16, causal=True, layout="striped", rotate="queries"),
     _case(1, 2, 0, 5, 16, FP32),
     _case(1, 2, 300, 260, 64, BF16, suffix="small", causal=True),
-    # Several: every layout and rotation, lengths that do not divide, more keys than queries and the reverse.
+    # Several ranks: every layout and rotation, lengths not divisible by ranks, more keys than queries and the reverse.
     *(_case(world, (4, 2), 1000, 1000, 64, BF16, suffix="small", causal=True) for world in (2, 3, 4)),
     *(
         _case(2, (4, 2), 700, 1001, 128, BF16, suffix=f"small-{rotate}", causal=True, rotate=rotate)
@@ -87,14 +87,14 @@ HOST_CASES = (_case(1, 2, 128, 128, 64, suffix="host", causal=True),)
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """The whole problem, as one rank has it."""
+    """Returns inputs of the whole problem, on one rank."""
     d = case.dims
     rows = (d["queries"], d["keys"], d["keys"])
     return _inputs(case, rows, device, generator) | dict(case.params)
 
 
 def make_shard(case: Case, rank: int, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """One rank's rows, as `shard` would cut them. Lengths are told where they differ from rank to rank."""
+    """Returns one rank's rows, as `shard` would select them. Lengths are passed if they differ between ranks."""
     lengths = _lengths(case)
     rows = (lengths[0][rank], lengths[1][rank], lengths[1][rank])
     told = zip(("q_lengths", "k_lengths"), lengths, strict=True)
@@ -122,18 +122,18 @@ def _lengths(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def check_shard(fn: Op, case: Case, mode: str, device: torch.device | str) -> str | None:
-    """Why `fn` is wrong on a small problem of the case's kind, or None; all ranks call it together. A rank's rows, and
-    with a backward their gradients, are held against the oracle in fp64 by the rule of one GPU: at most twice the error
-    of PyTorch in the case's dtype, and a floor."""
+    """Returns why `fn` is wrong on a small problem of the case's kind, or None; all ranks call it together. A rank's
+    rows, and with a backward their gradients, are compared with the oracle in fp64 by the rule for one GPU: at most
+    twice the error of PyTorch in the case's dtype, plus a floor."""
     rank, world = place(None)
     shrink = max(1, max(case.dims["queries"], case.dims["keys"]) // CHECKED_ROWS)
-    # Multiples of all cuts, because some peers take equal lengths alone.
+    # Multiples of 4 · ranks, because some peers support equal lengths only.
     sizes = {name: max(1, case.dims[name] // shrink // (4 * world)) * 4 * world for name in ("queries", "keys")}
     dims = dict(case.dims) | sizes | dict(kv_heads=max(1, min(case.dims["kv_heads"], 2 * world)))
     small = dataclasses.replace(case, dims=dims)
     inputs = make_inputs(small, device, torch.Generator(device).manual_seed(11))
     dout = torch.randn(inputs["q"].shape, generator=torch.Generator(device).manual_seed(12), device=device)
-    layout = getattr(fn, "layout", _layout(case))  # a peer may take rows in one layout alone
+    layout = getattr(fn, "layout", _layout(case))  # a peer may support one layout only
     rows = partial(cut, dim=2, rank=rank, world=world, layout=layout)
     whole = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     given = {name: value for name, value in inputs.items() if name not in whole}
@@ -150,7 +150,7 @@ def check_shard(fn: Op, case: Case, mode: str, device: torch.device | str) -> st
 
 
 def _results(fn: Op, tensors: Inputs, given: Inputs, dout: torch.Tensor, mode: str) -> dict[str, torch.Tensor]:
-    """out and, with a backward, the gradients."""
+    """Returns out and, with a backward, the gradients."""
     leaves = {name: tensor.detach().requires_grad_(mode != "fwd") for name, tensor in tensors.items()}
     out = fn(**leaves, **given)
     out = out if isinstance(out, torch.Tensor) else out[0]
@@ -165,8 +165,8 @@ def _rms(x: torch.Tensor) -> float:
 
 
 def cost(case: Case, mode: str) -> Cost:
-    """Of one GPU: its share of the products and of the inputs and outputs; what it fetches and hands over, by schedule,
-    in the cheaper of the two rotations. Forward two products of 2·D a pair and head; backward five."""
+    """Returns the cost of one GPU: its share of the GEMMs and of inputs and outputs, and the bytes that it fetches and
+    sends by the schedule, in the cheaper rotation. GEMMs of 2·D FLOPs per pair and head: forward two, backward five."""
     d, size, world = case.dims, case.dtype.itemsize, case.world_size
     heads = d["batch"] * d["kv_heads"] * d["group"]
     pairs = Call((0, d["queries"]), (0, d["keys"]), d["keys"] - d["queries"], 0, bool(case.params.get("causal"))).pairs
@@ -186,7 +186,7 @@ def extra_bytes(case: Case, mode: str) -> dict[str, int]:
 
 
 def _link_bytes(case: Case, mode: str) -> int:
-    """Of the rank that moves the most."""
+    """Returns the bytes of the rank that moves the most."""
     d, size, dim = case.dims, case.dtype.itemsize, case.dims["dim"]
     lengths = _lengths(case)
     problem = Problem(_layout(case), bool(case.params.get("causal")), *lengths)
@@ -207,14 +207,14 @@ def _link_bytes(case: Case, mode: str) -> int:
 
 
 def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, **_) -> torch.Tensor:
-    """The whole problem on one GPU, which the efficiency is against."""
+    """Returns the whole problem on one GPU, the baseline of the efficiency."""
     out = attention(q, k, v, causal=causal)
     assert isinstance(out, torch.Tensor)
     return out
 
 
 def alone_reason(case: Case, mode: str) -> str | None:
-    """Why one GPU does not compute the whole problem, or None."""
+    """Returns why one GPU does not compute the whole problem, or None."""
     modes = ("fwd",) if mode == "fwd" else ("fwd", "bwd")
     flops = sum(cost(case, each).total_flops for each in modes) * case.world_size
     return "would take one GPU too long" if flops > MOST_ALONE else None
@@ -223,7 +223,7 @@ def alone_reason(case: Case, mode: str) -> str | None:
 def model(
     case: Case, mode: str, gpus: int, length: int | None, flops: float, link: float
 ) -> tuple[float, float, float]:
-    """`simulate` of the case's heads and mask; another length is that of the keys, with as many queries in ratio."""
+    """Runs `simulate` with the case's heads and mask. `length` replaces the number of keys; queries scale with it."""
     d, keys = case.dims, length or case.dims["keys"]
     found = simulate(
         gpus,
@@ -243,7 +243,7 @@ def model(
 
 
 def _series(case: Case) -> str:
-    """The line of the chart that a case is a point of."""
+    """Returns the line of the chart to which a case belongs."""
     d, kv_heads = case.dims, case.dims["kv_heads"]
     heads = f"{d['group'] * kv_heads}" + (f" and {kv_heads}" if d["group"] > 1 else "")
     mask = "causal, " if case.params.get("causal") else ""
@@ -261,7 +261,7 @@ def _too_long(case: Case) -> str | None:
 
 
 def _equal(case: Case, mode: str) -> str | None:
-    """What peers over several GPUs cannot take."""
+    """Returns why peers over several GPUs do not support a case, or None."""
     if case.world_size == 1:
         return "is for several GPUs"
     if case.params.get("return_lse"):
@@ -297,7 +297,7 @@ def _flash_attention_4():
 
 
 def _ring_flash_attn() -> Op:
-    """Its part for transformers imports functions that transformers 5 no longer has."""
+    """Imports ring-flash-attn. Its module for transformers imports functions that transformers 5 removed."""
     names = ("substitute_hf_flash_attn", "update_ring_flash_attn_params")
     with installed(_flash_attention_4(), {"ring_flash_attn.adapters": names}):
         from ring_flash_attn import zigzag_ring_flash_attn_func
@@ -357,7 +357,7 @@ SPEC = KernelSpec(
     determinism={"fwd": "run-to-run", "bwd": "on request"},
     unit="queries",
     items=lambda case: case.dims["batch"] * case.dims["queries"],
-    # Whether a masked number is multiplied by 0 or not read at all depends on the tiles: 0 · NaN is NaN.
+    # Whether a masked element is multiplied by 0 or not read at all depends on the tiles, and 0 · NaN is NaN.
     finite_only=lambda case: bool(case.params.get("causal")),
     host_cases=HOST_CASES,
     fuzz={"queries": (0, 40), "keys": (0, 40), "dim": (1, 40)},
@@ -368,7 +368,7 @@ SPEC = KernelSpec(
         alone_reason=alone_reason,
         local={"auto": partial(ring_attention, transport="none")},
         release=release,
-        # NVLink multicast is not used, and on a host that is shared it should not be tried.
+        # NVLink multicast is not used, and should not be initialised on a shared host.
         environment=lambda case: {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"},
         axis=lambda case: (_series(case), case.dims["keys"]),
     ),

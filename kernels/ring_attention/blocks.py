@@ -1,5 +1,5 @@
-"""A call's view of its group, and the two streams of data between ranks: blocks that arrive one step ahead of the
-kernels, and contributions that are handed to their owner one step behind them."""
+"""The state of a call in its group, and the two data flows between ranks. Blocks arrive one step before the kernels
+that use them, and contributions are sent to their owner one step after the kernels that compute them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .peer_writes import PeerWrites
 from .schedule import Problem, Step
 from .transport import BLOCKS, SUMS, Block, Messages, Nothing, Pending, Transport
 
-GIVEN = 0  # the room of contributions; those of blocks come behind it
-STAGES = 2  # contributions of a rank for others: one leaves while the next is computed
+GIVEN = 0  # index of the room of contributions; the rooms of blocks follow
+STAGES = 2  # buffers of contributions for others: one is sent while the next is computed
 
 
 @dataclass(frozen=True)
 class Ring:
-    """What all ranks have agreed on, and this one's place."""
+    """The arguments on which all ranks agree, and the rank of this process."""
 
     problem: Problem
     rank: int
@@ -33,14 +33,14 @@ class Ring:
     def transport(
         self, device: torch.device, given: Sequence[Block], blocks: Sequence[Block], rooms: int | None = None
     ) -> Transport:
-        """For contributions and blocks of up to these shapes, the same on all ranks; with so many rooms for blocks, by
-        default two where there are two, as one arrives while the one before is computed with."""
+        """Returns the transport for contributions and blocks of at most these shapes, the same on all ranks. `rooms`:
+        number of rooms for blocks; by default up to two, as one block arrives while the previous one is in use."""
         kinds: dict[str, Callable[..., Transport]] = {"peer": PeerWrites, "messages": Messages, "none": Nothing}
         rooms = min(2, self.problem.world - 1) if rooms is None else rooms
         return kinds[self.transfers](self.group, device, [given, *[blocks] * rooms])
 
     def chains(self, q: torch.Tensor, k: torch.Tensor) -> Chains:
-        """For calls with keys that move. Messages are waited for by one stream."""
+        """Returns the chains for calls where keys move. With messages there is one, as one stream waits for them."""
         (batch, heads, queries, _), kv_heads = q.shape, k.shape[1]
         several = self.transfers == "peer" or (self.transfers == "none" and q.device.type == "cuda")
         count = configs.pick_chains(queries, batch * heads, batch if batch > 1 else kv_heads) if several else 1
@@ -48,13 +48,13 @@ class Ring:
 
 
 def like(tensors: Sequence[torch.Tensor], rows: int) -> list[Block]:
-    """Blocks of so many rows of these."""
+    """Returns Blocks (shape and dtype) like these tensors with `rows` rows."""
     return [((*t.shape[:2], rows, *t.shape[3:]), t.dtype) for t in tensors]
 
 
 class Fetched:
-    """The partners' blocks, step after step: while a step computes, the next one's block arrives. `own`: this rank's
-    tensors [B, H, S, ...]."""
+    """Fetches the partners' blocks step by step: while a step computes, the block of the next one arrives. `own`: this
+    rank's tensors [B, H, S, ...]."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Fetched:
         self.pending: Pending | None = None
 
     def take(self, s: int) -> list[torch.Tensor]:
-        """The rows of step s that arrive, of each tensor; at step 0 all of this rank's own."""
+        """Returns the fetched rows of step s, of each tensor; at step 0 all rows of this rank's own."""
         if self.pending and self.chains:
             self.chains.wait(self.pending)
         elif self.pending:
@@ -93,7 +93,7 @@ class Fetched:
 
 
 class Handed:
-    """Contributions that this rank computes for the block of its partner, and those that it is handed for its own.
+    """Sends contributions that this rank computes for its partners' blocks, and receives those for its own.
 
     shapes   (rows) -> shapes of a contribution for so many rows, fp32
     """
@@ -115,13 +115,13 @@ class Handed:
         self.last = 0
 
     def staging(self, s: int) -> list[torch.Tensor]:
-        """Where the contribution of step s goes; its contents are undefined."""
+        """Returns the buffer for the contribution of step s; its contents are undefined."""
         shapes = self.shapes(_length(self.steps[s].rows))
         stage = self.stages[s % len(self.stages)]
         return [t.view(-1)[: torch.Size(shape).numel()].view(shape) for t, shape in zip(stage, shapes, strict=True)]
 
     def hand(self, s: int, given: Sequence[torch.Tensor]) -> None:
-        """Begins to hand that of step s over. What was received before must have been collected."""
+        """Starts sending the contribution of step s. The one received before must have been collected."""
         step = self.steps[s]
         places = self._room(_length(step.rows), step.partner)
         into = self._room(_length(step.to_rows))
@@ -129,7 +129,7 @@ class Handed:
         self.last = s
 
     def collect(self) -> tuple[tuple[int, int], list[torch.Tensor]] | None:
-        """What has been handed to this rank since the last time: the rows of its block that it is for, and tensors."""
+        """Returns the contribution received since the last call, if any: rows of this rank's block, and tensors."""
         if self.pending is None:
             return None
         self.pending.wait()

@@ -1,8 +1,8 @@
 """The streams that a rank's calls run on.
 
-The last wave of a call leaves SMs without work, and the next call for the same heads waits for its end. Heads do not
-depend on each other: so they are cut in two, and the calls for either run on a stream of their own. Those of one start
-on SMs that are free while the last tiles of the other end.
+The last wave of a call leaves SMs idle, and the next call for the same heads must wait for its end. Heads are
+independent, so they are split into two chains, and the calls of each chain run on a stream of their own. Calls of one
+chain start on idle SMs while the last tiles of the other finish.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Chains:
-    """The current stream and, with `count` 2, another one, each for a part of the tensors [B, H, ...] of a call: some
-    batches, or heads of K and V, of which there are `kv_heads`, with the queries' that share them. `join` ends it."""
+    """The current stream and, with `count` 2, another one. Each processes a part of the tensors [B, H, ...] of a call:
+    some batches, or some of the `kv_heads` KV heads with their query heads. `join` ends it."""
 
     def __init__(self, count: int, batch: int, kv_heads: int, device: torch.device) -> None:
         self.others: tuple[torch.cuda.Stream, ...] = ()
@@ -29,7 +29,7 @@ class Chains:
             self.fork()
 
     def run(self, work: Callable[[Cut], None]) -> None:
-        """Does the work for each part, which it is given as a function that cuts a tensor."""
+        """Calls `work` for each part, with a function that slices a tensor to that part."""
         if not self.others:
             work(lambda x: x)
             return
@@ -49,7 +49,7 @@ class Chains:
                 pending.wait()
 
     def precede(self, transport: Transport) -> None:
-        """Later transfers run after the calls so far of the other stream; the current one is waited for anyway."""
+        """Makes later transfers wait for the work so far on the other stream; they wait for the current one anyway."""
         for stream in self.others:
             transport.follow(stream)
 

@@ -1,4 +1,4 @@
-"""Calls of a schedule on tensors [B, H, S, D]: what a rank computes. All of it is kernels/attention's."""
+"""Runs the calls of a schedule on tensors [B, H, S, D]. All computation is that of kernels/attention."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def attend(
     scale: float | None,
     result: torch.Tensor | None = None,
 ) -> None:
-    """Adds the call's keys to the running (out, lse) of its queries, rows as the call has them; with `final` their
-    outputs go to `result` instead, where that is given. Many keys are added segment by segment."""
+    """Merges the call's keys into the running (out, lse) of its queries. Rows are those of the call. With `final`,
+    their outputs are written to `result` instead, if given. Many keys are processed in segments."""
     (a, b), (c, d) = call.q, call.k
     segment = configs.pick_segment(k.shape[3], k.element_size())
     for first in range(c, max(d, c + 1), segment):
@@ -60,8 +60,8 @@ def attend_backward(
     of_k: Share,
     result: torch.Tensor | None = None,
 ) -> None:
-    """Adds the call's share to the fp32 gradients or writes it, rows as the call has them. What is final of dq goes to
-    `result` instead, where that is given. There is at least one key."""
+    """Adds the call's contribution to the fp32 gradients, or writes it. Rows are those of the call. Final rows of dq
+    are written to `result` instead, if given. Requires at least one key."""
     (a, b), (c, d) = call.q, call.k
     zero(of_q.zeros, dq)
     zero(of_k.zeros, dk, dv)
@@ -93,7 +93,7 @@ def zero(rows: Sequence[tuple[int, int]], *sums: torch.Tensor) -> None:
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
-    """Adds normalised outputs over other keys to (out, lse), in place, in fp32; −inf is the lse of no key."""
+    """Merges normalised outputs over other keys into (out, lse), in place, in fp32; lse −inf means no key."""
     both = torch.logaddexp(lse, more_lse)
     safe = torch.where(both == -torch.inf, 0.0, both)
     out.mul_((lse - safe).exp_().unsqueeze(-1)).addcmul_(more, (more_lse - safe).exp_().unsqueeze(-1))

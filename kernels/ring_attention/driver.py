@@ -1,4 +1,4 @@
-"""Copies and signals between GPUs that no SM is spent on: the CUDA driver, by ctypes."""
+"""Copies and signals between GPUs that use no SM: functions of the CUDA driver, by ctypes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from math import prod
 
 import torch
 
-UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: an address says by itself which GPU it is of
+UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the driver derives the GPU from the address
 GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ, in arithmetic modulo 2^32
 MAX_PITCH = 2**31 - 1
 
 
 class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D"""
+    """The struct CUDA_MEMCPY2D."""
 
     _fields_ = (
         *((f"src_{name}", ctypes.c_size_t) for name in "xy"),
@@ -41,8 +41,8 @@ def _call(name: str, *arguments) -> None:
 
 
 def pieces(x: torch.Tensor) -> tuple[int, int, int] | None:
-    """(number, bytes of each, bytes from one to the next) of the contiguous pieces that a tensor [B, H, …] consists of,
-    at most one for each of B·H, evenly spaced; or None, if it does not."""
+    """Returns (number, bytes of each, pitch in bytes) of the contiguous pieces of which a tensor [B, H, …] consists, at
+    most one for each of B·H, evenly spaced. None if it has no such form."""
     outer, inner = x.shape[:2], x.shape[2:]
     expected = 1
     for size, stride in zip(reversed(inner), reversed(x.stride()[2:]), strict=True):
@@ -62,12 +62,12 @@ def pieces(x: torch.Tensor) -> tuple[int, int, int] | None:
 
 
 def copy(source: torch.Tensor, into: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """Copies what has `pieces`, by a copy engine between GPUs. The stream's device is current."""
+    """Copies tensors that have `pieces`, between GPUs by a copy engine. The stream's device must be current."""
     one, other = pieces(source), pieces(into)
     assert one is not None and other is not None and source.shape == into.shape and source.dtype == into.dtype
     width = min(one[1], other[1])
     count = source.numel() * source.element_size() // width
-    # Either has B·H pieces or a single one, which may be taken apart.
+    # Each tensor has B·H pieces, or a single one that may be split.
     steps = [width if found[0] == 1 else found[2] for found in (one, other)]
     if count > 1 and max(steps) <= MAX_PITCH:
         told = _Copy2D(width=width, height=count)
@@ -82,12 +82,12 @@ def copy(source: torch.Tensor, into: torch.Tensor, stream: torch.cuda.Stream) ->
 
 
 def write_value(stream: torch.cuda.Stream, address: int, value: int) -> None:
-    """Writes 32 bits once all that the stream has been given before is complete and visible."""
+    """Enqueues a write of 32 bits, after all earlier work of the stream is complete and visible."""
     where, value_ = ctypes.c_uint64(address), ctypes.c_uint32(value % 2**32)
     _call("cuStreamWriteValue32_v2", ctypes.c_void_p(stream.cuda_stream), where, value_, ctypes.c_uint(0))
 
 
 def wait_value(stream: torch.cuda.Stream, address: int, value: int) -> None:
-    """What the stream is given from now on runs once the 32 bits there have come up to `value`."""
+    """Makes later work of the stream wait until the 32-bit value at the address is at least `value`."""
     where, value_, flags = ctypes.c_uint64(address), ctypes.c_uint32(value % 2**32), ctypes.c_uint(GREATER_OR_EQUAL)
     _call("cuStreamWaitValue32_v2", ctypes.c_void_p(stream.cuda_stream), where, value_, flags)

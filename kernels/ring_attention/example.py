@@ -1,6 +1,6 @@
 """One call of ring_attention, small or of a size that models have.
 
-`selftest` holds it against the reference, `info` asks which kernels it launches.
+`selftest` compares it with the reference, and `info` lists the kernels that it launches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient."""
+    """Returns `inputs` of the public function, and the names of those with gradients."""
     batch, heads, kv_heads, length, dim = (1, 2, 1, 24, 16) if small else (1, 32, 8, 4096, 128)
     inputs: dict[str, Any] = {"q": torch.randn(batch, heads, length, dim, device=device, dtype=dtype)}
     for name in ("k", "v"):

@@ -1,8 +1,8 @@
-"""The functions of flash-attn 2 that other packages are written on, by those of FlashAttention-4.
+"""The functions of flash-attn 2 that other packages import, implemented by those of FlashAttention-4.
 
-ring-flash-attn 0.1.8 and yunchang 0.6.4 import `flash_attn.flash_attn_interface` and `flash_attn.flash_attn_func`, that
-FlashAttention-4 does not have. `installed` has them there while a package is imported, and not after. Here an
-`interface` is FlashAttention-4's `flash_attn.cute.interface`, whoever imports it. Layouts are [B, S, H, D].
+ring-flash-attn 0.1.8 and yunchang 0.6.4 import `flash_attn.flash_attn_interface` and `flash_attn.flash_attn_func`,
+which FlashAttention-4 does not have. `installed` provides them while a package is imported. Here `interface` is
+`flash_attn.cute.interface` of FlashAttention-4. Layouts are [B, S, H, D].
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _ABSENT = object()
 
 
 def shim(interface: Any) -> ModuleType:
-    """`flash_attn.flash_attn_interface` of flash-attn 2.7 and later, as far as equal lengths without dropout need it.
-    Parameters are positional and have their names: ring-flash-attn reads them from the signature."""
+    """Returns `flash_attn.flash_attn_interface` of flash-attn 2.7 and later, for equal lengths without dropout.
+    Parameters are positional with the original names: ring-flash-attn reads them from the signature."""
     made = ModuleType(f"{PACKAGE}.flash_attn_interface")
 
     def _flash_attn_forward(
@@ -101,8 +101,8 @@ def _plain(dropout_p: float, window: Sequence[int], softcap: float, alibi_slopes
 
 
 def two_results(interface: Any) -> SimpleNamespace:
-    """What PyTorch 2.11 to 2.13 register as "FA4": they take two results of the forward, of which later versions of
-    FlashAttention-4 have five."""
+    """Returns the functions that PyTorch 2.11 to 2.13 register as "FA4". PyTorch expects two results of the forward;
+    later versions of FlashAttention-4 return five."""
 
     def _flash_attn_fwd(*args, **kwargs):
         return tuple(interface._flash_attn_fwd(*args, **kwargs)[:2])
@@ -112,8 +112,9 @@ def two_results(interface: Any) -> SimpleNamespace:
 
 @contextmanager
 def installed(interface: Any, stubs: Mapping[str, Sequence[str]] | None = None) -> Iterator[None]:
-    """`flash_attn` has the shim's functions in here, and what it had after. `stubs` are further modules with the names
-    that are imported from them: parts of a package that are not needed and import what may not be there."""
+    """A context in which `flash_attn` has the shim's functions; it then restores the previous ones. `stubs`: further
+    modules, with the names imported from them. They replace parts of a package that are not needed and may not
+    import."""
     functions = shim(interface)
     package = sys.modules.get(PACKAGE)
     modules: dict[str, Any] = {functions.__name__: functions}

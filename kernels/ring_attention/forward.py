@@ -1,4 +1,4 @@
-"""The forward of a rank: outputs and log-sum-exps of its own queries over the keys of all ranks."""
+"""The forward on one rank: out and lse of its own queries over the keys of all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .schedule import gathered_calls, schedule, shifted
 
 
 def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """out, like q, and lse [B, Hq, Sq] in fp32."""
+    """Returns out, like q, and lse [B, Hq, Sq], fp32."""
     if ring.rotate == "queries":
         return _queries(ring, q, k, v)
     result = torch.empty_like(q)
@@ -44,7 +44,8 @@ def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
 
 
 def _queries(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each rank computes outputs over its own keys for the queries of all; their owners merge them, step by step."""
+    """Each rank computes outputs over its own keys for the queries of all ranks. The owners of the queries merge them
+    step by step."""
     batch, heads, _, dim = q.shape
     out, lse = torch.zeros(q.shape, dtype=torch.float32, device=q.device), _no_key(q)
 

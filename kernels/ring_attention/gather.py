@@ -1,4 +1,4 @@
-"""All keys and values on every rank, and the gradients of them back to their owners."""
+"""All-gather of keys and values, and reduce-scatter of their gradients."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .transport import BLOCKS, Transport
 def gather(
     ring: Ring, k: torch.Tensor, v: torch.Tensor, gradients: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, Transport]:
-    """k and v of all ranks, rows where `gathered_places` has them, and the transport, in whose room they are until it
-    is closed. With `gradients` it can `scatter` those of k and v."""
+    """Returns k and v of all ranks, rows in the order of `gathered_places`, and the transport. They are in its room,
+    and valid until it is closed. With `gradients`, it can `scatter` gradients of k and v."""
     problem, rank, world = ring.problem, ring.rank, ring.problem.world
     blocks = like((k, v), sum(problem.k_lengths))
     given = fp32(_shapes(k, max(problem.k_lengths))) if gradients else []
@@ -38,7 +38,7 @@ def gather(
 
 
 def scatter(ring: Ring, transport: Transport, *gradients: torch.Tensor) -> list[torch.Tensor]:
-    """The sums over all ranks of this rank's rows of fp32 gradients in the order of `gather`."""
+    """Returns this rank's rows of fp32 gradients, summed over all ranks, from gradients in the order of `gather`."""
     problem, rank, world = ring.problem, ring.rank, ring.problem.world
     steps = []
     for s in range(world):

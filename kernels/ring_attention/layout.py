@@ -1,12 +1,12 @@
-"""Which rows of a sequence each rank holds: cutting a sequence up, putting it together, positions of a rank's rows.
+"""Which rows of a sequence each rank holds: sharding a sequence, gathering it, positions of a rank's rows.
 
     contiguous  rank r has the r-th of N pieces
     striped     rank r has rows r, r + N, r + 2N, … (Brandon et al. 2023, arXiv:2311.09431)
-    zigzag      of 2N chunks rank r has the r-th from the front and the r-th from the back, so that each rank has the
+    zigzag      of 2N chunks, rank r has the r-th from the start and the r-th from the end, so that each rank has the
                 same share of a causal mask
 
-A layout is defined by the lengths of the ranks alone, so it is defined for lengths that differ too: of a zigzag rank
-the chunk in front is half of its rows, rounded up; a round of stripes leaves out the ranks that have no row left.
+A layout depends only on the lengths of the ranks, so it is defined for unequal lengths too. In zigzag the first chunk
+of a rank is half of its rows, rounded up. In striped a round of stripes skips the ranks that have no row left.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAYOUTS = ("zigzag", "striped", "contiguous")
 
 @dataclass(frozen=True)
 class Run:
-    """`rows` rows of a rank, from its local row `row` on, that stand at consecutive positions from `position` on."""
+    """`rows` rows of a rank, from its local row `row` on, which have consecutive positions from `position` on."""
 
     position: int
     row: int
@@ -32,8 +32,8 @@ class Run:
 
 
 def even_lengths(length: int, world: int, layout: str) -> tuple[int, ...]:
-    """How many rows of a sequence `shard` gives to each rank. What does not divide goes to the first pieces (of
-    zigzag: chunks; of striped: rows), one row more to each."""
+    """Returns how many rows of a sequence `shard` gives to each rank. If the length is not divisible, the first pieces
+    (zigzag: chunks; striped: ranks) have one row more."""
     check_layout(layout)
     pieces = 2 * world if layout == "zigzag" else world
     each, more = divmod(length, pieces)
@@ -45,7 +45,7 @@ def even_lengths(length: int, world: int, layout: str) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def runs(lengths: tuple[int, ...], rank: int, layout: str) -> tuple[Run, ...]:
-    """The runs of a rank in a contiguous or zigzag layout, in the order of its rows; none is empty."""
+    """Returns the runs of a rank in a contiguous or zigzag layout, in the order of its rows; none is empty."""
     if layout == "contiguous":
         found = [Run(sum(lengths[:rank]), 0, lengths[rank])]
     else:
@@ -64,12 +64,15 @@ def positions(
     lengths: Sequence[int] | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Positions in the whole sequence of the rows that a rank holds, int64 [length]: what RoPE has to be given.
+    """Returns the positions in the whole sequence of the rows that a rank holds, int64 [length], for example for RoPE.
 
-    length   of the rank's own rows
-    lengths  of all ranks' rows; by default all have `length`
+    length         number of rows of this rank
+    rank, world    this rank, and the number of ranks
+    layout         as in `ring_attention`
+    lengths        numbers of rows of all ranks; by default all have `length`
+    device         of the result
 
-    Raises ValueError for an unknown layout, a rank outside the world or lengths that do not fit.
+    Raises ValueError for an unknown layout, a rank outside the world or lengths that do not match.
     """
     check_layout(layout)
     lengths = (length,) * world if lengths is None else tuple(lengths)
@@ -79,23 +82,25 @@ def positions(
         raise ValueError(f"positions: lengths must be {world}, with {length} for rank {rank}, got {list(lengths)}")
     if layout == "striped":
         row = torch.arange(length, device=device)
-        # Before row i of this rank stand the rows up to i of the ranks in front of it, and those below i of the others.
+        # Row i of this rank comes after rows 0 … i of lower ranks, and after rows 0 … i − 1 of the others.
         return sum((torch.clamp(row + (other < rank), max=n) for other, n in enumerate(lengths)), torch.zeros_like(row))
     parts = [torch.arange(run.position, run.position + run.rows, device=device) for run in runs(lengths, rank, layout)]
     return torch.cat(parts) if parts else torch.arange(0, device=device)
 
 
 def shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None = None, layout: str = "zigzag") -> torch.Tensor:
-    """This rank's rows along `dim` of a sequence that every rank has whole; differentiable, contiguous.
+    """Returns this rank's rows along `dim` of a sequence that every rank has whole; differentiable, contiguous.
 
-    A length that does not divide gives one row more to the first chunks, pieces or stripes (`even_lengths`). Nothing
-    is sent. Without a process group the world is one rank.
+    If the length is not divisible, the first chunks, pieces or stripes have one row more (`even_lengths`). Nothing is
+    sent. Without a process group the world is one rank; layout is as in `ring_attention`.
+
+    Raises ValueError for an unknown layout, or a group of which this rank is not a member.
     """
     return cut(x, dim, *place(group), layout)
 
 
 def cut(x: torch.Tensor, dim: int, rank: int, world: int, layout: str) -> torch.Tensor:
-    """The rows that `shard` gives to one rank of so many."""
+    """Returns the rows that `shard` gives to `rank` of `world` ranks."""
     lengths = even_lengths(x.shape[dim], world, layout)
     if layout == "striped":
         return x[_at(x, dim, slice(rank, None, world))].contiguous()
@@ -110,10 +115,12 @@ def unshard(
     layout: str = "zigzag",
     lengths: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """The inverse of `shard`: the whole sequence on every rank, gathered from all. Not differentiable.
+    """Inverts `shard`: gathers the whole sequence on every rank, and returns it. Not differentiable.
 
-    lengths  of all ranks' rows, where they are not what `shard` gives; by default they are asked for and need not be
-             even either
+    x        this rank's rows along `dim`; group and layout as in `shard`
+    lengths  numbers of rows of all ranks, which may differ from those of `shard`; by default they are gathered first
+
+    Raises ValueError for an unknown layout, lengths that do not match, or a group of which this rank is not a member.
     """
     check_layout(layout)
     rank, world = place(group)
@@ -125,7 +132,7 @@ def unshard(
         lengths = found
     if len(lengths) != world or lengths[rank] != x.shape[dim]:
         raise ValueError(f"unshard: lengths must be {world}, with {x.shape[dim]} for rank {rank}, got {list(lengths)}")
-    # One size for all, because not every backend gathers tensors of different sizes.
+    # Padded to one size, because not every backend gathers tensors of different sizes.
     longest = max(lengths)
     mine = x.detach().movedim(dim, 0)
     padded = mine.new_zeros(longest, *mine.shape[1:])
@@ -136,7 +143,7 @@ def unshard(
 
 
 def assemble(blocks: Sequence[torch.Tensor], dim: int, layout: str) -> torch.Tensor:
-    """The whole sequence, of the blocks of all ranks in their order."""
+    """Returns the whole sequence, assembled from the blocks of all ranks in rank order."""
     lengths = [block.shape[dim] for block in blocks]
     places = [positions(n, rank, len(lengths), layout, lengths, blocks[0].device) for rank, n in enumerate(lengths)]
     order = torch.empty(sum(lengths), dtype=torch.int64, device=blocks[0].device)
@@ -145,12 +152,12 @@ def assemble(blocks: Sequence[torch.Tensor], dim: int, layout: str) -> torch.Ten
 
 
 def starts(lengths: Sequence[int]) -> list[int]:
-    """Where each rank's rows begin if all are put one behind the other."""
+    """Returns where each rank's rows begin if all are concatenated."""
     return [0, *accumulate(lengths)][:-1]
 
 
 def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """(rank, world size) in a group; (0, 1) where there is no process group. ValueError for one it is not part of."""
+    """Returns (rank, world size) in a group; (0, 1) without a process group. ValueError if this rank is not in it."""
     if not dist.is_available() or not dist.is_initialized():
         if group is not None:
             raise ValueError("group must be None where torch.distributed has not been initialised")
@@ -162,7 +169,7 @@ def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def check_layout(layout: str) -> None:
-    """ValueError for an unknown layout."""
+    """Raises ValueError for an unknown layout."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
 

@@ -1,4 +1,4 @@
-"""The public function: checks, what the ranks agree on, autograd."""
+"""The public function `ring_attention`: checks, agreement between ranks, autograd."""
 
 from __future__ import annotations
 
@@ -43,39 +43,41 @@ def ring_attention(
     return_lse: bool = False,
     transport: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention over a sequence that is cut up over the ranks of a group (Liu et al. 2023, arXiv:2310.01889).
+    """Computes attention over a sequence that is sharded over the ranks of a process group.
 
         s = scale · q kᵀ     out = softmax(s) v     lse = log Σ exp(s)     over the keys of all ranks that a query sees
 
-    q          [B, Hq, Sq, D], this rank's queries, as `shard` cuts them; 1 <= D <= 256, fp32, fp16 or bf16
+    q          [B, Hq, Sq, D], this rank's queries, as `shard` selects them; 1 <= D <= 256, fp32, fp16 or bf16
     k, v       [B, Hkv, Sk, D], this rank's keys and values, dtype and device of q; Hq is a multiple of Hkv
-    group      the process group, by default that of all; without one, or of one rank: `attention`
-    causal     In the whole sequence query i sees keys j <= i + ΣSk − ΣSq: the last query sees all.
+    group      the process group, by default the default group; with one rank or no group this is `attention`
+    causal     in the whole sequence, query i sees keys j <= i + ΣSk − ΣSq: the last query sees all
     scale      a positive number, by default 1 / sqrt(D)
-    layout     "zigzag", "striped" or "contiguous": which rows a rank has. It matters with `causal` alone. Zigzag and
-               stripes share a causal mask out evenly.
-    q_lengths  rows of q on each rank where they differ; any may be 0. By default all ranks have as many.
-    k_lengths  the same of k and v
-    rotate     "keys" (keys and values are fetched from their owners), "queries" (queries are, and their outputs over a
-               rank's keys go back to be merged), "gather" (all keys and values first, then nothing but kernels), or
-               "auto", which moves what has fewer bytes (`configs.pick_rotation`)
+    layout     "zigzag", "striped" or "contiguous": which rows a rank has. It matters only with `causal`. Zigzag and
+               striped balance the work under a causal mask.
+    q_lengths  rows of q on each rank, if they differ; any may be 0. By default all ranks have the same number.
+    k_lengths  the same for k and v
+    rotate     "keys" (each rank fetches keys and values of the others), "queries" (each rank fetches queries of the
+               others, and sends partial outputs back, to be merged), "gather" (all-gather of keys and values before
+               the kernels), or "auto": "keys" or "queries", whichever moves fewer bytes (`configs.pick_rotation`)
     return_lse also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
-    transport  "peer" (copy engines write into the peers' memory), "messages" (send and receive of the group), or
-               "auto": "peer" on one host with NCCL whose GPUs reach each other, else "messages". "none" sends nothing
-               and is wrong: it is for measuring what transfers take.
+    transport  "peer" (copy engines write into the memory of peers), "messages" (send and receive of the group), or
+               "auto": "peer" on one host with NCCL and peer access between its GPUs, else "messages". "none" sends
+               nothing, and its results are wrong: it serves to measure the exposed time of transfers.
 
-    Returns out, in shape and dtype of q. A query that sees no key has out 0, lse −inf and no gradient. Every rank of
-    the group calls this, and its backward, in the same order, with arguments that differ in their rows alone; that is
-    checked at the first call of each kind, by one gather of a few words, and not again. Sums over ranks are fp32, in a
-    fixed order: results are the same bit for bit in each run wherever `attention`'s are.
+    Returns out, or (out, lse). out has shape and dtype of q. A query that sees no key has out 0, lse −inf and zero
+    gradient. Every rank of the group must call this, and its backward, in the same order, with arguments that differ
+    only in their rows. That is checked at the first call of each kind, by one gather of a few words, and not again.
+    Sums over ranks are fp32, in a fixed order: results are deterministic wherever those of `attention` are.
 
-    Memory beside inputs and outputs, on one rank: out in fp32 and two blocks of K and V, of two ranks one. In the
-    backward dq, dk, dv in fp32, as many blocks of K and V and, of dK and dV in fp32, the block that arrives and two
-    that leave, of two ranks one. With "peer", what arrives does so in memory that is kept between calls (`release`
-    frees it), and k and v whose heads are not contiguous rows are copied, so that copy engines take them.
+    Memory on each rank in addition to inputs and outputs. Forward: fp32 out, and two blocks of K and V (with two ranks
+    one). Backward: fp32 dq, dk, dv, as many blocks of K and V, and fp32 blocks of dK and dV: one that arrives and two
+    that leave (with two ranks one). With "peer", data arrives in memory that is kept between calls (`release` frees
+    it). k and v whose heads are not contiguous rows are then copied, so that copy engines can read them.
 
-    Raises TypeError for a wrong dtype or group, ValueError for a wrong shape, device or option and for what differs
-    between ranks, RuntimeError for a transport that is not there.
+    Raises TypeError for a wrong dtype or group, ValueError for a wrong shape, device or option and for arguments that
+    differ between ranks, RuntimeError for a transport that is not available.
+
+    Source: Liu et al. 2023, arXiv:2310.01889.
     """
     _check_options(group, layout, rotate, transport, scale)
     rank, world = place(group)
@@ -92,12 +94,12 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """Every rank takes part in the exchange of the backward, whichever gradients it needs itself."""
+    """The autograd function. Every rank takes part in the transfers of the backward, whichever gradients it needs."""
 
     @staticmethod
     def forward(ctx, q, k, v, ring):
         out, lse = ring_forward(ring, q, k, v)
-        ctx.set_materialize_grads(False)  # most of the time lse has no gradient
+        ctx.set_materialize_grads(False)  # lse rarely has a gradient: None, not a tensor of zeros
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
@@ -114,7 +116,7 @@ class _RingAttention(torch.autograd.Function):
 
 @torch.compiler.disable
 def _agreed(q, k, v, group, options, q_lengths, k_lengths) -> Ring:
-    """The ring of this call, after all ranks have shown the same."""
+    """Returns the Ring of this call, after checking that the arguments of all ranks agree."""
     causal, scale, layout, rotate, transport = options
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     shapes = [(*t.shape[:2], t.shape[3]) for t in (q, k)]

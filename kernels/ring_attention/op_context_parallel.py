@@ -1,4 +1,4 @@
-"""`context_parallel`: attention of a model whose sequences are cut up over ranks becomes ring attention."""
+"""`context_parallel`: replaces the attention of a model whose sequences are sharded over ranks by ring attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .layout import check_layout
 from .op import ring_attention
 
 Model = TypeVar("Model", bound=Callable[..., Any])
-SEQUENCE = 2  # of [B, H, S, D]
+SEQUENCE = 2  # the dimension S of [B, H, S, D]
 _HOOKS = "_ridgeline_context_parallel"
 
 
@@ -31,33 +31,35 @@ def context_parallel(
     layout: str = "zigzag",
     rotate: str = "auto",
 ) -> Model:
-    """Runs the attention of a model, or of any function, over the sequences of all ranks.
+    """Makes a model, or any function, compute attention over the sequences of all ranks.
 
-    Each rank calls the model with its own rows of the sequence, as `shard` cuts them. All layers but attention treat
-    rows one by one, so that they need no change; positions for RoPE are `positions(...)`. In it
+    Each rank calls the model with its own rows of the sequence, as `shard` selects them. All layers except attention
+    process rows independently, so they need no change; positions for RoPE are `positions(...)`. Calls of
 
         F.scaled_dot_product_attention(q, k, v, is_causal=, scale=, enable_gqa=)       and
         attention(q, k, v, causal=, scale=, return_lse=)                               of this package
 
     become `ring_attention` with group, layout and rotate, for q, k and v [B, H, S, D] (or [B, S, D], one head).
-    DTensors must be cut along S over the mesh's dimension, and the result is cut alike.
+    DTensors must be sharded along S over the mesh's dimension, and so is the result.
 
-    model_or_fn  An nn.Module is changed in place and returned: each of its modules runs so, also when activation
-                 checkpointing calls it again in the backward. Of a function a new one is returned, whose backward is
-                 the ring's; where it checkpoints what is no module, `backward()` has to be called in it as well.
+    model_or_fn  An nn.Module is changed in place: hooks on each of its modules replace attention, also when activation
+                 checkpointing recomputes a module in the backward. A function is wrapped, and the backward of its
+                 attention is that of ring attention. If the function checkpoints anything but modules, it must call
+                 `backward()` itself.
     mesh         a DeviceMesh of one dimension (`mesh["cp"]` of one with more), or a ProcessGroup; None undoes the
                  change of a module
 
-    Gradients of parameters are each rank's share of their sum over the sequence: DDP and FSDP2 over the same ranks, or
-    over a mesh of data and sequence, add them up as they add up those of a batch. Every rank must have as many rows.
+    Returns the module itself, or the wrapped function. Gradients of parameters are each rank's contribution to the sum
+    over the sequence: DDP and FSDP2 over the same ranks, or over a mesh of data and sequence, reduce them as those of a
+    batch. Every rank must have the same number of rows.
 
-    A Hugging Face model takes layout="contiguous" alone: it takes positions that do not follow each other, as those of
-    the other layouts, for several sequences, and asks attention for a mask.
+    A Hugging Face model supports only layout="contiguous": it interprets positions that are not consecutive, as in the
+    other layouts, as several sequences, and passes a mask to attention.
 
     Raises TypeError for another mesh, ValueError for one with more dimensions and for an unknown layout, RuntimeError
-    for a call that meets no such attention, NotImplementedError for nn.MultiheadAttention, and in attention ValueError
-    for what a ring does not have: a mask other than causal, dropout, a window, fp8, num_context, and, of
-    F.scaled_dot_product_attention, a causal mask with more or fewer queries than keys.
+    for a call without such attention, and NotImplementedError for nn.MultiheadAttention. Attention raises ValueError
+    for options that ring attention does not support: a mask other than causal, dropout, a window, fp8, num_context,
+    and, in F.scaled_dot_product_attention, a causal mask with more or fewer queries than keys.
     """
     if isinstance(model_or_fn, nn.Module):
         _unhook(model_or_fn)
@@ -80,7 +82,7 @@ def context_parallel(
 
 
 class _Mode(TorchFunctionMode):
-    """Answers attention by a ring, and everything else as ever."""
+    """A function mode that runs attention as ring attention, and all other functions unchanged."""
 
     def __init__(self, group: dist.ProcessGroup, options: dict[str, Any]) -> None:
         super().__init__()
@@ -101,7 +103,7 @@ class _Mode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _run(self, tensors: tuple[torch.Tensor, ...], causal: bool, scale: float | None, return_lse: bool = False):
-        """The ring on local tensors of four dimensions, and its results as the tensors were."""
+        """Runs ring attention on local tensors in four dimensions. Results have the form of the given tensors."""
         self.met += 1
         meshes = {t.device_mesh for t in tensors if isinstance(t, DTensor)}
         placements = [_placements(t, self.group) for t in tensors if isinstance(t, DTensor)]
@@ -122,7 +124,7 @@ class _Mode(TorchFunctionMode):
 
 
 class _Ring:
-    """A mode that is entered once a thread, however deep the calls nest."""
+    """Enters the mode once per thread, for any depth of nested calls."""
 
     def __init__(self, group: dist.ProcessGroup, layout: str, rotate: str) -> None:
         check_layout(layout)
@@ -141,11 +143,11 @@ class _Ring:
             self.here.mode.__exit__(*exception)
 
     def met(self) -> int | None:
-        """How many calls of attention were run as a ring since it was entered; None where code is compiled."""
+        """Number of calls of attention that ran as ring attention since it was entered; None in compiled code."""
         return None if torch.compiler.is_compiling() else self.here.mode.met
 
     def check(self, begun: int | None) -> None:
-        """RuntimeError where there were none since: attention by other means is over this rank's rows alone."""
+        """Raises RuntimeError if there were none since `begun`: other attention would cover this rank's rows only."""
         if begun is not None and self.met() == begun:
             raise RuntimeError(
                 "context_parallel: the call met no attention that it runs over all ranks, which is that of "
@@ -154,7 +156,8 @@ class _Ring:
 
 
 def _hook(model: nn.Module, ring: _Ring) -> None:
-    """Each module enters the ring: activation checkpointing calls inner ones again, when no outer one is running."""
+    """Adds hooks that enter the ring to each module, as activation checkpointing recomputes inner modules without the
+    outer ones."""
 
     def enter(module: nn.Module, args: Any) -> None:
         ring.__enter__()
@@ -188,7 +191,7 @@ def _group(mesh: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _placements(x: DTensor, group: dist.ProcessGroup) -> tuple:
-    """Those of a DTensor that is cut along the sequence over the group. ValueError for another."""
+    """Returns the placements of a DTensor that is sharded along the sequence over the group. ValueError for another."""
     for dimension, placement in enumerate(x.placements):
         if x.device_mesh.get_group(dimension) == group:
             if placement != Shard(SEQUENCE):
@@ -209,7 +212,7 @@ def _of_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple:
-    """What `_Mode._run` takes, of the arguments of F.scaled_dot_product_attention."""
+    """Converts the arguments of F.scaled_dot_product_attention to those of `_Mode._run`."""
     if attn_mask is not None:
         raise ValueError(
             "context_parallel: attn_mask must be None: of masks a ring has the causal one alone (is_causal)"
@@ -241,7 +244,7 @@ def _of_attention(
     forward: str = "auto",
     backward: str = "auto",
 ) -> tuple:
-    """The same of the arguments of `attention`; the versions are the ring's to choose."""
+    """Converts the arguments of `attention`. Ring attention chooses the versions."""
     absent = {"num_context": num_context is not None, "window": window not in (None, (-1, -1)), "fp8": fp8}
     for name in (name for name, given in absent.items() if given):
         raise ValueError(f"context_parallel: a ring has no {name}")

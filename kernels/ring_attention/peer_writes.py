@@ -1,18 +1,18 @@
-"""Writes into peers' memory by copy engines, through torch's symmetric memory.
+"""Writes into the memory of peers by copy engines, through PyTorch's symmetric memory.
 
-A transfer takes two signals. The rank where it arrives says "ready" to the one that sends, once its stream has come
-past all that reads the room; the sender then writes, and says "arrived", for which the streams that read the room wait
-themselves. So no barrier is needed.
+A transfer takes two signals. The receiving rank signals "ready" to the sender once its stream has passed all work that
+reads the receive buffer (the "room"). The sender then writes, and signals "arrived". The streams that read the room
+wait for that signal. So no barrier is needed.
 
-Blocks and sums have a copy stream and counters each. What waits for a block waits for no sum: in the backward the next
-block is fetched, and the next step begins, while sums still leave.
+Blocks and sums each have a copy stream and counters of their own, so no wait for a block includes a wait for a sum. In
+the backward the next block is fetched, and the next step begins, while sums are still being sent.
 
-No cycle of waits forms, not even where all streams of a rank share one hardware queue, in which everything runs in the
-order of its enqueueing. All ranks enqueue the same transfers in the same order; of each, "ready" comes before the wait
-for it, and that before the wait for "arrived". Suppose that all ranks that are not done wait, and take the earliest
-transfer that is waited for, for "ready" first. The rank that has not said so waits for something enqueued before: for
-an earlier transfer, or for "ready" of the same one. Both contradict the choice. Several hardware queues only leave out
-some of the waits.
+There is no deadlock, even if all streams of a rank share one hardware queue, which runs everything in enqueue order.
+All ranks enqueue the same transfers in the same order. For each transfer, the signal "ready" is enqueued before the
+wait for it, and that before the wait for "arrived". Suppose that all unfinished ranks wait. Take the earliest transfer
+that is waited for, and of its two signals "ready" first. The rank that has not sent this signal waits for something
+enqueued before it: for an earlier transfer, or for "ready" of the same one. Both contradict the choice. Several
+hardware queues only remove some of the waits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ READY, ARRIVED = 0, 1
 
 
 class PeerWrites:
-    """Copies into the peers' memory by the copy engines, straight from what is sent, on the group's copy streams. No
-    multicast is used, and no SM but for what no strided copy can express (`driver.pieces`), which is copied first.
+    """The transport by copy engines: copies from the sent tensors directly into the memory of peers, on the copy
+    streams of the group. It uses no multicast. It uses SMs only for tensors that a strided copy cannot express
+    (`driver.pieces`), which are made contiguous first.
 
     rooms   the largest blocks of each room, over all ranks; in the same order on all
     """
@@ -76,7 +77,7 @@ class PeerWrites:
                         driver.copy(mine, theirs, stream)
                 signals.say(ARRIVED, to, stream)
         left = stream.record_event() if sends else None
-        # Expected now: a call that ends by an error before it waits leaves the counts of later ones right.
+        # Counted now: if an error ends the call before it waits, the counts of later transfers are still right.
         arrival = signals.expected(ARRIVED, source) if receives else None
         return _Transfer(signals, self.device, arrival, left)
 
@@ -85,7 +86,7 @@ class PeerWrites:
             own.wait_stream(stream)
 
     def close(self) -> None:
-        # What was sent may be overwritten by what comes behind the call; and rooms are read until here.
+        # Later work on this stream may overwrite sent tensors, and later transfers may overwrite rooms.
         current = torch.cuda.current_stream(self.device)
         for own in self.streams:
             current.wait_stream(own)
@@ -95,9 +96,9 @@ class PeerWrites:
 
 @dataclass
 class _Transfer:
-    """What was sent may be overwritten behind `left`. The wait for an arrival is queued on the stream that waits, and
-    only then: on a copy stream it would stand behind later transfers, and before the kernels that the transfer is
-    overlapped with it would hold these up where streams share a hardware queue."""
+    """A transfer in flight. After the event `left` the sent tensors may be overwritten. The wait for an arrival is
+    enqueued on the waiting stream, and as late as possible. On a copy stream it would come after later transfers.
+    Enqueued before the kernels that overlap the transfer, it would block them if streams share a hardware queue."""
 
     signals: StreamSignals
     device: torch.device
@@ -107,7 +108,7 @@ class _Transfer:
     def wait(self) -> None:
         current = torch.cuda.current_stream(self.device)
         if self.arrival is not None:
-            with torch.cuda.stream(current):  # the default stream is that of the current device
+            with torch.cuda.stream(current):  # a default stream's handle means that of the current device
                 self.signals.wait(self.arrival, current)
         if self.left is not None:
             current.wait_event(self.left)
@@ -115,8 +116,8 @@ class _Transfer:
 
 class StreamSignals:
     """Counters that streams write and wait for without a kernel (cuStreamWriteValue32, cuStreamWaitValue32): one for
-    each signal and each pair of ranks. A rank's counters, [signal, from which rank], lie in its arena, from byte
-    `first` on. One stream says all signals, so that counters only grow and any number of streams can wait for one."""
+    each signal and each pair of ranks. A rank's counters, [signal, source rank], are in its arena, from byte `first`
+    on. One stream writes all signals, so counters only increase, and any number of streams can wait for one."""
 
     def __init__(self, arena: _Arena, first: int) -> None:
         self.rank, self.world = arena.handle.rank, arena.handle.world_size
@@ -130,43 +131,42 @@ class StreamSignals:
         driver.write_value(stream, where, self.said[signal, to])
 
     def expected(self, signal: int, source: int) -> tuple[int, int]:
-        """The next signal of that sort from there: the counter's address, and its value by then."""
+        """Counts the next signal of this kind from `source`. Returns the counter's address, and its value then."""
         self.awaited[signal, source] += 1
         return self.addresses[self.rank] + 4 * (signal * self.world + source), self.awaited[signal, source]
 
     def wait(self, counted: tuple[int, int], stream: torch.cuda.Stream) -> None:
-        """The stream's device is current."""
+        """Enqueues a wait on the stream, whose device must be current."""
         driver.wait_value(stream, *counted)
 
 
 class _Arena:
-    """Memory of one rank that its group can write, and the streams on which the transfers of the group run, one for
-    each kind."""
+    """Memory of one rank that its group can write, and the copy streams of the group, one for each kind of transfer."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, size: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        counters = 2 * 4 * group.size()  # of a kind
+        counters = 2 * 4 * group.size()  # bytes of the counters of one kind: two signals of 32 bits
         numbers = aligned(len(KINDS) * counters)
         whole = numbers + size
         self.memory = symmetric.empty(whole, dtype=torch.uint8, device=device)
         self.memory[:numbers].zero_()
         self.handle = symmetric.rendezvous(self.memory, group.group_name)
-        # The memory may lie anywhere in a pool's segment, which `get_remote_tensor` knows and `get_buffer` does not.
+        # The memory may have an offset in its pool's segment, which `get_buffer`, unlike `get_remote_tensor`, ignores.
         self.parts = [
             self.memory if rank == self.handle.rank else self.handle.get_remote_tensor(rank, (whole,), torch.uint8)
             for rank in range(self.handle.world_size)
         ]
         self.rooms = [part[numbers:] for part in self.parts]
-        self.handle.barrier()  # all numbers are 0
+        self.handle.barrier()  # all counters are 0 then
         self.streams = [torch.cuda.Stream(device, priority=-1) for _ in KINDS]
         for stream in self.streams:
             stream.wait_stream(torch.cuda.current_stream(device))
         self.signals = [StreamSignals(self, kind * counters) for kind in KINDS]
-        self.size, self.group, self.device = size, group, device  # the group is kept, so that no other has its id
+        self.size, self.group, self.device = size, group, device  # keeps the group alive, so that its id stays unique
 
     def finish(self) -> None:
-        """Waits for this rank's work. What peers write here was waited for by the calls that they write for."""
+        """Waits for this rank's work. Each call has already waited for the writes of peers."""
         torch.cuda.synchronize(self.device)
 
 
@@ -174,9 +174,9 @@ _ARENAS: dict[tuple[int, torch.device], _Arena] = {}
 
 
 def _arena(group: dist.ProcessGroup, device: torch.device, size: int) -> _Arena:
-    """The group's arena, a new one where that is too small. All ranks of a group ask for the same sizes in the same
-    order, so all take the same way here: to make one is a collective call. None is dropped for that of another group,
-    which not all of them are in: `release` frees them."""
+    """Returns the group's arena, a new one if it is too small. Allocation is a collective call; all ranks of a group
+    request the same sizes in the same order, so all of them allocate together. Arenas of other groups are kept, as not
+    all ranks are in those groups: `release` frees them."""
     key = id(group), device
     found = _ARENAS.pop(key, None)
     if found is None or found.size < size:
@@ -189,7 +189,7 @@ def _arena(group: dist.ProcessGroup, device: torch.device, size: int) -> _Arena:
 
 
 def release() -> None:
-    """Frees the memory that transfers keep between calls. Every rank of a group must do so at the same place."""
+    """Frees the memory that transfers keep between calls. All ranks of a group must call it at the same point."""
     for arena in _ARENAS.values():
         arena.finish()
     _ARENAS.clear()
@@ -197,7 +197,7 @@ def release() -> None:
 
 
 def peer_writes_reason(devices: Sequence[tuple[str, str, int]]) -> str | None:
-    """Why peers cannot write each other's memory, or None. `devices` has host, backend and GPU index of each rank."""
+    """Returns why peers cannot write each other's memory, or None. `devices`: host, backend and GPU index per rank."""
     hosts, backends = {host for host, _, _ in devices}, {backend for _, backend, _ in devices}
     if backends != {"nccl"}:
         return f"the group's backend is {', '.join(sorted(backends))}, not nccl"
@@ -214,7 +214,7 @@ def peer_writes_reason(devices: Sequence[tuple[str, str, int]]) -> str | None:
 
 
 def where(group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, str, int]:
-    """Host, backend for that device and GPU index of this rank: what `peer_writes_reason` takes. RuntimeError where the
+    """Returns host, backend for that device and GPU index of this rank, for `peer_writes_reason`. RuntimeError if the
     group has no backend for the device."""
     backend = members(group)._get_backend(device).name()
     return socket.gethostname(), backend, device.index or 0

@@ -1,9 +1,9 @@
-"""Other ways to attention over a sequence on several GPUs, with the arguments of `ring_attention` on each rank.
+"""Other implementations of attention over a sequence on several GPUs, with the arguments of `ring_attention`.
 
-torch's context parallel, and the all-to-all of DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509) around our own
-kernel and around FlashAttention-4. They take equal lengths. What a peer sets in PyTorch it sets for each of its
-forwards and backwards alone: peers are timed in turn. An adapter whose `layout` is "contiguous" takes rows in that
-layout, where it has nothing to reorder.
+PyTorch's context parallelism, and the all-to-all of DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509) around our
+own kernel and around FlashAttention-4. They support equal lengths only. Peers are timed in turn, so a peer changes
+PyTorch's state only during each of its forwards and backwards. An adapter whose `layout` is "contiguous" takes rows in
+that layout, so that it need not reorder them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .flash_attn_shim import two_results
 Op = Callable[..., torch.Tensor]
 ROTATIONS = ("allgather", "alltoall")
 FA4 = "FA4 with two results"
-#: By backend of SDPA, or by an implementation of its flash attention in torch's registry.
+#: Backends of SDPA, and implementations of its flash attention in PyTorch's registry.
 BACKENDS = ("flash", "cudnn", "fa4", "ridgeline")
 
 
 def context_parallel(backend: str, rotate: str, interface: Any = None) -> Op:
-    """torch's context parallel with one of `BACKENDS` and of `ROTATIONS`; causal in a zigzag layout. `interface` is
-    FlashAttention-4's, for "fa4". ImportError for a PyTorch that has no such implementation."""
+    """Returns PyTorch's context parallelism with one of `BACKENDS` and of `ROTATIONS`; causal with a zigzag layout.
+    `interface` is that of FlashAttention-4, for "fa4". ImportError if PyTorch has no such implementation."""
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.experimental import _attention as torch_cp
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -43,7 +43,7 @@ def context_parallel(backend: str, rotate: str, interface: Any = None) -> Op:
         raise ImportError("this PyTorch has one implementation of flash attention")
     if implementation == FA4:
         _register_fa4(interface)
-    # The handlers stay: they touch DTensors alone.
+    # The handlers are not removed: they affect DTensors only.
     torch_cp._enable_context_parallel_dispatcher()
 
     @contextmanager
@@ -60,7 +60,7 @@ def context_parallel(backend: str, rotate: str, interface: Any = None) -> Op:
 
     def local(q, k, v, *, causal, scale):
         mesh = _mesh(q.device.type)
-        # It merges steps of query heads, so each has to have keys of its own.
+        # Its merge of steps is per query head, so each query head needs keys of its own.
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         split = [DTensor.from_local(t, mesh, [Shard(2)], run_check=False) for t in (q, k, v)]
         with sdpa_kernel(kernel):
@@ -74,8 +74,8 @@ def context_parallel(backend: str, rotate: str, interface: Any = None) -> Op:
 
 @contextmanager
 def activated(implementation: str | None) -> Iterator[None]:
-    """PyTorch's flash attention is that implementation of its registry in here, its own for None; after that, also
-    behind an error, what it was before."""
+    """A context in which PyTorch's flash attention is this implementation of its registry, or its own for None. It
+    restores the previous one, also after an error."""
     registry = torch.nn.attention
     if not hasattr(registry, "activate_flash_attention_impl"):
         yield
@@ -99,7 +99,7 @@ def _activate(implementation: str | None) -> None:
 
 
 def _register_fa4(interface: Any) -> None:
-    """Enters FlashAttention-4 into torch's registry, as torch's own "FA4" but for the number of results."""
+    """Registers FlashAttention-4 in PyTorch's registry, like PyTorch's own "FA4" except for the number of results."""
     from torch.nn.attention import _fa4
 
     path = f"{__package__}.flash_attention_4_{id(interface):x}"
@@ -107,7 +107,7 @@ def _register_fa4(interface: Any) -> None:
     vars(functions).update(vars(two_results(interface)))
 
     def register() -> Any:
-        sys.modules[path] = functions  # imported by its name, and then kept
+        sys.modules[path] = functions  # PyTorch imports it by name, and keeps a reference
         try:
             return _fa4.register_flash_attention_fa4(path)
         finally:
@@ -117,7 +117,7 @@ def _register_fa4(interface: Any) -> None:
 
 
 def run_within(within: Callable[[], AbstractContextManager[None]], attend: Op, *tensors: torch.Tensor) -> torch.Tensor:
-    """attend(*tensors), whose forward and backward both run in a context of their own."""
+    """Returns attend(*tensors). Forward and backward each run in a context of their own."""
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         with within():
             return attend(*tensors)
@@ -151,14 +151,15 @@ def _mesh(device: str):
 
 
 def all_to_all() -> Op:
-    """Each rank has all rows of some heads while it computes; two exchanges before and after, nothing overlapped."""
+    """Returns attention by all-to-all: during the kernel each rank has all rows of some heads. The exchanges before and
+    after it are not overlapped."""
     from torch.distributed.nn.functional import all_to_all_single
 
     def attend(q, k, v, *, causal=False, scale=None, **_):
         world = dist.get_world_size()
 
         def exchange(x: torch.Tensor) -> torch.Tensor:
-            """Part i of the first dimension goes to rank i, and comes from there."""
+            """Sends slice i of the first dimension to rank i, and receives slice i from there."""
             x = x.contiguous()
             return all_to_all_single(torch.empty_like(x), x)
 
@@ -174,7 +175,7 @@ def all_to_all() -> Op:
 
 
 def zigzag(zigzag_ring_flash_attn_func: Op) -> Op:
-    """ring-flash-attn's. Its layout is [B, S, H, D]."""
+    """Returns an adapter of ring-flash-attn. Its layout is [B, S, H, D]."""
 
     def attend(q, k, v, *, causal=False, scale=None, **_):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -184,7 +185,7 @@ def zigzag(zigzag_ring_flash_attn_func: Op) -> Op:
 
 
 def ulysses(module: Op) -> Op:
-    """yunchang's UlyssesAttention over all ranks. Its layout is [B, S, H, D], rows in the order of the sequence."""
+    """Returns yunchang's UlyssesAttention over all ranks. Its layout is [B, S, H, D], rows in sequence order."""
 
     def attend(q, k, v, *, causal=False, scale=None, **_):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))

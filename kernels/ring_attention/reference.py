@@ -1,5 +1,5 @@
-"""Ring attention in plain PyTorch, on one process that has the whole sequence: the oracle. fp32, or fp64 given
-fp64."""
+"""Ring attention in plain PyTorch, on one process that has the whole sequence: the oracle. Computes in fp32 or, given
+fp64, in fp64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ring_attention_reference(
     layout: str = "zigzag",
     rotate: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The definition of `ring_attention`, of whole q, k and v. What says how the work is shared out changes nothing."""
+    """Computes `ring_attention` by its definition, from whole q, k and v. Options about distribution have no effect."""
     (batch, heads, queries, dim), (_, kv_heads, keys, _) = q.shape, k.shape
     if k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, dim) or heads % kv_heads:
         raise ValueError(f"shapes do not fit: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")

@@ -1,4 +1,4 @@
-"""Copies of rows."""
+"""Contiguous copies of tensors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 
 def copied(x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-    """A contiguous copy, 16 bytes at a time wherever rows allow it: what is not contiguous PyTorch copies element by
-    element, which takes twice as long for 16-bit ones."""
+    """Returns a contiguous copy, made 16 bytes at a time where rows permit. PyTorch copies non-contiguous tensors
+    element by element, which takes twice as long for 16-bit elements."""
     into = torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into
     wide = 16 // x.element_size()
     sizes = (n for t in (x, into) for n in (t.storage_offset(), *t.stride()[:-1]))

@@ -1,14 +1,13 @@
-"""What each rank fetches and computes at each step, as data. Pure functions: nothing is sent, no tensor is touched.
+"""The schedule, as data: what each rank fetches and computes at each step. Pure functions: they send nothing and touch
+no tensor.
 
-At step s rank r works with the block of rank (r − s) mod N, its own at step 0, and its own block is used by rank
-(r + s) mod N. A block is fetched from its owner, so that no step waits for what another rank has passed on. The block
-is keys and values that meet the rank's own queries ("keys"), or queries that meet its own keys ("queries"). A `Call` is
-one call of `attention_partial`.
+At step s rank r processes the block of rank (r − s) mod N, its own at step 0, and rank (r + s) mod N processes r's
+block. A block is fetched from its owner, so no step waits for a rank to forward it. The block is keys and values for
+the rank's own queries ("keys"), or queries for its own keys ("queries"). A `Call` is one call of `attention_partial`.
 
-Causally, query i of all Sq stands beside key i + Sk − Sq: the last query sees all keys. In a zigzag layout with as many
-queries as keys each step after the first is one product without a mask, of the same size for all ranks: the keys of an
-earlier rank are seen in their first half, by all queries; those of a later rank in both, by the second half of the
-queries.
+With a causal mask, query i of all Sq is aligned with key i + Sk − Sq: the last query sees all keys. In a zigzag layout
+with as many queries as keys, each step after the first is one call without a mask, of the same size for all ranks. Of
+the keys of a lower rank, all queries see the first half. The second half of the queries sees all keys of a higher rank.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ ROTATIONS = ("keys", "queries", "gather")
 
 @dataclass(frozen=True)
 class Call:
-    """Queries q[0]:q[1] and keys k[0]:k[1], as rows of their blocks; query q[0] stands at `q_offset`, key k[0] at
-    `k_offset`, and with `causal` a key is seen by queries at its position or behind it. `final`: no later call of this
-    rank has these queries. A call without keys is final and says that no key is seen."""
+    """Queries q[0]:q[1] and keys k[0]:k[1], as rows of their blocks. Query q[0] has position `q_offset`, key k[0] has
+    `k_offset`, and with `causal` queries see keys at their position or before. `final`: no later call of this rank has
+    these queries. A call without keys is final; its queries see no key."""
 
     q: tuple[int, int]
     k: tuple[int, int]
@@ -37,11 +36,11 @@ class Call:
 
     @property
     def pairs(self) -> int:
-        """How many pairs of a query and a key see each other."""
+        """Number of visible pairs of a query and a key."""
         queries, keys = self.q[1] - self.q[0], self.k[1] - self.k[0]
         if not self.causal:
             return queries * keys
-        first = self.q_offset - self.k_offset + 1  # keys that the first query sees, if there are so many
+        first = self.q_offset - self.k_offset + 1  # keys that the first query sees, before clamping
         return _sum_to(first + queries - 1, keys) - _sum_to(first - 1, keys)
 
 
@@ -59,7 +58,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Problem:
-    """All that a schedule depends on; the lengths are those of all ranks."""
+    """The problem on which a schedule depends. Lengths are those of all ranks."""
 
     layout: str
     causal: bool
@@ -72,11 +71,12 @@ class Problem:
 
     @property
     def shift(self) -> int:
-        """Query i of the whole sequence stands beside key i + shift."""
+        """Query i of the whole sequence is aligned with key i + shift."""
         return sum(self.k_lengths) - sum(self.q_lengths)
 
     def unsupported_reason(self) -> str | None:
-        """Why there is no schedule: stripes of queries and of keys that are not cut alike have no common step."""
+        """Why there is no schedule, or None: stripes of queries and of keys with unequal lengths have no common
+        stride."""
         if self.layout != "striped" or not self.causal or self.q_lengths == self.k_lengths:
             return None
         even = [n == even_lengths(sum(n), self.world, "striped") for n in (self.q_lengths, self.k_lengths)]
@@ -85,8 +85,8 @@ class Problem:
 
 @lru_cache(maxsize=256)
 def schedule(problem: Problem, rank: int, rotate: str, results: bool = False) -> tuple[Step, ...]:
-    """The steps of a rank. `rotate` is "keys" or "queries"; `gathered_calls` has what "gather" computes. With `results`
-    each query has one final call, and calls are split where they are final for some of their queries alone."""
+    """Returns the steps of a rank. `rotate` is "keys" or "queries"; for "gather" see `gathered_calls`. With `results`
+    each query has one final call, and calls that are final for only some of their queries are split."""
     world = problem.world
     steps = []
     for s in range(world):
@@ -102,20 +102,20 @@ def schedule(problem: Problem, rank: int, rotate: str, results: bool = False) ->
 
 
 def _pair(worker: int, partner: int, rotate: str) -> tuple[int, int]:
-    """(rank of the queries, rank of the keys)"""
+    """Returns (rank of the queries, rank of the keys)."""
     return (worker, partner) if rotate == "keys" else (partner, worker)
 
 
 def block_calls(problem: Problem, query_rank: int, key_rank: int) -> list[Call]:
-    """The calls for one rank's queries and one rank's keys; none if no query sees a key."""
+    """Returns the calls for one rank's queries and one rank's keys; none if no query sees a key."""
     queries, keys = problem.q_lengths[query_rank], problem.k_lengths[key_rank]
     if not queries or not keys:
         return []
     if not problem.causal:
         return [Call((0, queries), (0, keys))]
     if problem.layout == "striped":
-        # Rows count in rounds: with as many queries as keys, key j of rank b is in front of query i of rank a where
-        # (j, b) <= (i, a). Otherwise positions are i·N + a and j·N + b.
+        # With as many queries as keys, query i of rank a sees key j of rank b if (j, b) <= (i, a), so offsets are in
+        # units of rounds. Otherwise positions are i·N + a and j·N + b.
         if problem.q_lengths == problem.k_lengths:
             distance = 0 if key_rank <= query_rank else -1
         else:
@@ -127,7 +127,7 @@ def block_calls(problem: Problem, query_rank: int, key_rank: int) -> list[Call]:
 
 @lru_cache(maxsize=256)
 def gathered_calls(problem: Problem, rank: int) -> tuple[Call, ...]:
-    """The calls of a rank that has all keys, in the order of `gathered_places`: one for each run of queries."""
+    """Returns the calls of a rank that has all keys, in the order of `gathered_places`: one for each run of queries."""
     everything = sum(problem.k_lengths)
     queries = problem.q_lengths[rank]
     if problem.causal and problem.layout == "striped":
@@ -144,8 +144,8 @@ def gathered_calls(problem: Problem, rank: int) -> tuple[Call, ...]:
 
 
 def gathered_places(problem: Problem, owner: int) -> tuple[Run, ...]:
-    """Where the rows of an owner's keys go if all are gathered: by position, which is `Run.position`. Stripes, and keys
-    without a mask, keep the order of the ranks."""
+    """Returns where the rows of an owner's keys are placed in the gathered keys, as `Run.position`. They are sorted by
+    position; stripes, and keys without a mask, are in rank order."""
     if problem.causal and problem.layout != "striped":
         return runs(problem.k_lengths, owner, problem.layout)
     rows = problem.k_lengths[owner]
@@ -153,18 +153,18 @@ def gathered_places(problem: Problem, owner: int) -> tuple[Run, ...]:
 
 
 def shifted(call: Call, q: int = 0, k: int = 0) -> Call:
-    """The call with rows counted from row q of the queries' block and row k of the keys' block on."""
+    """Returns the call with rows counted from row q of the queries' block and row k of the keys' block."""
     moved = (call.q[0] - q, call.q[1] - q), (call.k[0] - k, call.k[1] - k)
     return replace(call, q=moved[0], k=moved[1])
 
 
 def halves(calls: Sequence[Call]) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-    """The calls for the first half of each one's queries, and for the second: work on a rank's own block, during which
-    the first block of another rank arrives, and during which the last gradients for another rank leave."""
+    """Splits the calls on a rank's own block into halves by queries. The first block of another rank arrives during the
+    first half, and the last gradients for another rank leave during the second."""
     first, second = [], []
     for call in calls:
         start, stop = call.q
-        middle = start + -(-(stop - start) // 256) * 128  # half, in whole tiles of queries
+        middle = start + -(-(stop - start) // 256) * 128  # half, rounded to tiles of 128 queries
         if middle < stop:
             first.append(_rows_of(call, (start, middle), call.final))
             second.append(_rows_of(call, (middle, stop), call.final))
@@ -174,7 +174,7 @@ def halves(calls: Sequence[Call]) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
 
 
 def _calls(q_runs: Sequence[Run], k_runs: Sequence[Run], shift: int) -> list[Call]:
-    """As few calls as there can be for runs of queries and of keys, by position."""
+    """Returns the fewest possible calls for runs of queries and of keys, by position."""
     found: list[Call] = []
     for q_run in q_runs:
         row: list[Call] = []
@@ -190,7 +190,7 @@ def _calls(q_runs: Sequence[Run], k_runs: Sequence[Run], shift: int) -> list[Cal
 
 
 def _rectangle(q: Run, k: Run, trim: bool) -> Iterator[Call]:
-    """At most one call. Keys that no query sees are left out and, with `trim`, queries that see no key."""
+    """Yields at most one call, without keys that no query sees and, with `trim`, without queries that see no key."""
     last = q.position + q.rows
     keys = min(k.rows, last - k.position)
     if keys <= 0:
@@ -203,7 +203,7 @@ def _rectangle(q: Run, k: Run, trim: bool) -> Iterator[Call]:
 
 
 def _beside(left: Call, right: Call) -> Call | None:
-    """One call for two with the same queries, whose keys are neighbours; the left one has no mask."""
+    """Merges two calls with the same queries and adjacent keys, of which the left one has no mask, or returns None."""
     if left.causal or left.q != right.q or left.k[1] != right.k[0]:
         return None
     keys = (left.k[0], right.k[1])
@@ -211,12 +211,12 @@ def _beside(left: Call, right: Call) -> Call | None:
         return replace(left, k=keys)
     before = left.k[1] - left.k[0]
     shifted = replace(right, k=keys, k_offset=right.k_offset - before)
-    # The mask now reaches over the left keys, of which the first query must see all.
+    # The mask then also covers the left keys, so the first query must see all of these.
     return shifted if right.q_offset >= right.k_offset - 1 else None
 
 
 def _below(upper: Call, lower: Call) -> Call | None:
-    """One call for two whose queries are neighbours, with the same first key."""
+    """Merges two calls with adjacent queries and the same first key, or returns None."""
     if upper.q[1] != lower.q[0] or upper.k[0] != lower.k[0]:
         return None
     if not upper.causal and not lower.causal:
@@ -230,8 +230,8 @@ def _below(upper: Call, lower: Call) -> Call | None:
 
 
 def _finish(steps: list[tuple[Call, ...]], queries: int) -> list[tuple[Call, ...]]:
-    """The calls with `final` set, split where that differs between their queries; queries that have no call get one
-    without keys, at the first step."""
+    """Sets `final`, and splits calls where it differs between their queries. Queries without a call get one without
+    keys, at the first step."""
     open_rows = [(0, queries)] if queries else []
     done: list[tuple[Call, ...]] = []
     for calls in reversed(steps):
@@ -248,7 +248,7 @@ def _finish(steps: list[tuple[Call, ...]], queries: int) -> list[tuple[Call, ...
 
 
 def _rows_of(call: Call, rows: tuple[int, int], final: bool) -> Call:
-    """The call for some of its queries; keys that these do not see are left out, but never all of them."""
+    """Returns the call for some of its queries, without the keys that these do not see, but with at least one key."""
     q_offset = call.q_offset + (rows[0] - call.q[0] if call.causal else 0)
     keys = call.k[1] - call.k[0]
     if call.causal:
@@ -269,12 +269,12 @@ def subtract(intervals: Sequence[tuple[int, int]], without: Sequence[tuple[int, 
 
 
 def _hull(calls: Sequence[Call], axis: str) -> tuple[int, int]:
-    """From the first to the last row that the calls have of the block."""
+    """Returns the range from the first to the last row of the block that the calls use."""
     ranges = [getattr(call, axis) for call in calls]
     return (min(a for a, _ in ranges), max(b for _, b in ranges)) if ranges else (0, 0)
 
 
 def _sum_to(count: int, most: int) -> int:
-    """Σ min(i, most) over i = 1 … count"""
+    """Returns Σ min(i, most) over i = 1 … count."""
     count = max(count, 0)
     return count * (count + 1) // 2 if count <= most else most * (most + 1) // 2 + (count - most) * most

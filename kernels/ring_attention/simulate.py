@@ -1,4 +1,4 @@
-"""A model of the ring on many GPUs, from rates that were measured on few. What it gives is no measurement."""
+"""A model of ring attention on many GPUs, from rates that were measured on few. Its results are not measurements."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from .layout import even_lengths
 from .schedule import Call, Problem, Step, schedule
 
-RANKS = 16  # of more ranks so many are looked at, the first among them
+RANKS = 16  # most ranks that are simulated; with more ranks a sample, which includes the first
 
 
 @dataclass(frozen=True)
 class Rates:
-    """flops of one GPU's kernel in FLOP/s, link in bytes/s and direction of one GPU, latency in s of a step (launches
-    and a transfer's start)."""
+    """Rates of one GPU: flops of the kernel in FLOP/s, link in bytes/s per direction, latency of a step in s (launches
+    and the start of a transfer)."""
 
     flops: float
     link: float
@@ -22,8 +22,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Seconds of the slowest rank, of which `exposed` a transfer was waited for, and efficiency: the time of one GPU at
-    the same rate over world times this. A model: see `simulate`."""
+    """Seconds of the slowest rank, the part of them that is `exposed` transfers, and efficiency: the time of one GPU at
+    the same rate divided by world times these seconds. A model: see `simulate`."""
 
     world: int
     seconds: float
@@ -46,13 +46,13 @@ def simulate(
     layout: str = "zigzag",
     backward: bool = False,
 ) -> Simulated:
-    """A model, not a measurement, of ring attention that fetches keys.
+    """Returns the result of a model, not a measurement, of ring attention that fetches keys.
 
-    Each rank runs the steps of its own schedule: a step lasts as long as its products or as the transfers that overlap
-    with it, whichever is longer, and `latency`. All links run at `rates.link` at once, in both directions. The first
-    step has this rank's own block and the second one's transfers; in the backward gradients in fp32 leave a step later,
-    the last of them with nothing to overlap with. Of many ranks some are looked at. The rates are constants, so that a
-    rank whose pieces have become too short to fill its GPU is overestimated.
+    Each rank runs the steps of its own schedule. A step takes the longer of its GEMMs and of the transfers that overlap
+    with it, plus `latency`. All links run at `rates.link` at the same time, in both directions. The first step computes
+    with the rank's own block and overlaps the transfers for the second. In the backward, fp32 gradients are sent one
+    step later, and nothing overlaps the last of them. With many ranks only some are simulated. The rates are constants,
+    so the speed of a rank is overestimated if its blocks are too short to fill its GPU.
 
     Raises ValueError for a world or lengths below 1.
     """
@@ -86,5 +86,5 @@ def simulate(
 
 
 def _moved(step: Step) -> int:
-    """Rows that a rank fetches at a step or that are fetched from it, whichever is more: links work both ways."""
+    """Returns the larger of the rows that a rank fetches at a step and of those fetched from it: links are duplex."""
     return max(step.rows[1] - step.rows[0], step.to_rows[1] - step.to_rows[0])

@@ -1,8 +1,8 @@
-"""Which calls write fp32 sums (beta = 0) and which add to them (beta = 1), as data: nothing is zeroed that a call can
-write.
+"""Which calls write fp32 sums (beta = 0) and which add to them (beta = 1), as data. Rows that a call can write are not
+zeroed first.
 
-The fp32 gradients of a rank are sums over several calls, each of which has some of the rows. A call writes its rows
-where none of them has been written before; where some have, the others are zeroed, and it adds.
+The fp32 gradients of a rank are sums over several calls, each of which covers some of the rows. A call writes its rows
+if none of them has been written before. If some have been, the others are zeroed, and the call adds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True)
 class Share:
-    """What a call does to sums of its rows: zeroes some before, and adds to all of them, or writes all. `final`: no
+    """How a call updates the sums of its rows: it zeros some rows and then adds to all, or it writes all. `final`: no
     later call has any of its rows."""
 
     zeros: tuple[Rows, ...]
@@ -26,17 +26,17 @@ class Share:
     final: bool
 
 
-Stage = tuple[tuple[Call, Share, Share], ...]  # calls with their shares of dq, and of dk and dv
+Stage = tuple[tuple[Call, Share, Share], ...]  # calls, each with its Share of dq, and that of dk and dv
 
 
 @dataclass(frozen=True)
 class Sums:
-    """The calls of a backward, those of a stage together.
+    """The calls of a backward, grouped in stages.
 
-    gaps    of each stage, rows that are zeroed after it: before a sum is sent, or before others' contributions are
-            added to it
-    rest    rows of dq that no final call has
-    unseen  rows to be zeroed at the end, of dq, or of dk and dv where queries move
+    gaps    for each stage, rows that are zeroed after it, before a sum is sent, or before contributions of other ranks
+            are added to it
+    rest    rows of dq that no final call writes
+    unseen  rows that are zeroed at the end, of dq, or of dk and dv where queries move
     """
 
     stages: tuple[Stage, ...]
@@ -46,8 +46,8 @@ class Sums:
 
 
 def shares(ranges: Sequence[Rows | None], rows: int) -> list[Share]:
-    """For calls with these rows, one after the other, of sums that have not been initialised. None: a point where all
-    `rows` must be initialised; its `zeros` are those that are not yet."""
+    """Returns the Share of each call, for consecutive calls with these rows of uninitialised sums. None is a point
+    where all `rows` must be initialised; its `zeros` are the rows that are not yet."""
     fresh: list[Rows] = [(0, rows)] if rows else []
     found = []
     for place, own in enumerate(ranges):
@@ -62,8 +62,8 @@ def shares(ranges: Sequence[Rows | None], rows: int) -> list[Share]:
 
 @lru_cache(maxsize=256)
 def of_keys(problem: Problem, rank: int) -> Sums:
-    """Where keys move: the first half of the own block, the partners' blocks, whose gradients are sums of their own,
-    and the second half of the own block. Contributions of others arrive behind the first stage."""
+    """The Sums where keys move. Stages are the first half of the own block, the partners' blocks, whose gradients are
+    separate sums, and the second half of the own block. Contributions of others arrive after the first stage."""
     steps = schedule(problem, rank, "keys")
     first, last = halves(steps[0].calls)
     others = [[shifted(call, k=step.rows[0]) for call in step.calls] for step in steps[1:]]
@@ -76,15 +76,15 @@ def of_keys(problem: Problem, rank: int) -> Sums:
 
 @lru_cache(maxsize=256)
 def of_all(problem: Problem, rank: int) -> Sums:
-    """Where all keys are gathered: one stage."""
+    """The Sums where all keys are gathered: one stage."""
     calls = [call for call in gathered_calls(problem, rank) if call.k[0] < call.k[1]]
     return _sums(problem, rank, [calls], [shares([*(call.k for call in calls), None], sum(problem.k_lengths))])
 
 
 @lru_cache(maxsize=256)
 def of_queries(problem: Problem, rank: int) -> Sums:
-    """Where queries move: a stage for each rank's, the own ones first, of whose dq the contributions of others arrive
-    behind it. `gaps` are of dq here, and dk and dv are sums over all stages."""
+    """The Sums where queries move: a stage for the queries of each rank, the own ones first. Contributions of others to
+    dq arrive after the first stage. `gaps` are rows of dq here, and dk and dv are sums over all stages."""
     steps = schedule(problem, rank, "queries")
     calls = [[shifted(call, q=step.rows[0] if s else 0) for call in step.calls] for s, step in enumerate(steps)]
     of_k = iter(shares([*(call.k for found in calls for call in found), None], problem.k_lengths[rank]))
@@ -98,7 +98,7 @@ def of_queries(problem: Problem, rank: int) -> Sums:
 
 
 def _sums(problem: Problem, rank: int, calls: Sequence[Sequence[Call]], of_k: Sequence[Sequence[Share]]) -> Sums:
-    """`of_k`: for each stage the shares of its calls, and one for what is behind it, if that matters."""
+    """Returns the Sums. `of_k`: for each stage the Share of each call, and one for the end of the stage if needed."""
     queries = problem.q_lengths[rank]
     of_q = iter(shares([*(call.q for found in calls for call in found), None], queries))
     stages: list[Stage] = []

@@ -49,7 +49,7 @@ def _data(batch: int = 2) -> torch.Tensor:
 
 
 def _loss(out: torch.Tensor, rows: int) -> torch.Tensor:
-    """Each rank's share of the mean over all rows."""
+    """Returns each rank's contribution to the mean over all rows."""
     return out.square().sum() / rows
 
 
@@ -72,12 +72,12 @@ def _of_a_module(rank: int, world: int, again: bool) -> list[torch.Tensor]:
     _loss(model(shard(x, 1)), x.shape[0] * ROWS).backward()
     grads = _summed(model)
     context_parallel(model, None)
-    torch.testing.assert_close(model(x), Model()(x))  # of one rank again
+    torch.testing.assert_close(model(x), Model()(x))  # attention covers one rank's rows again
     return grads
 
 
 def _of_a_mesh(rank: int, world: int, kind: str) -> list[torch.Tensor]:
-    """Data and sequence over two ranks each; DDP or FSDP2 over all four."""
+    """Data parallelism and sequence parallelism over two ranks each; DDP or FSDP2 over all four."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -92,7 +92,7 @@ def _of_a_mesh(rank: int, world: int, kind: str) -> list[torch.Tensor]:
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp", "cp"]._flatten("all"))
         parallel = fully_shard(model, mesh=mesh["all"])
-    # Both average over the ranks.
+    # DDP and FSDP2 average over the ranks.
     (_loss(parallel(mine), x.shape[0] * ROWS) * world).backward()
     return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in model.parameters()]
 
@@ -155,7 +155,7 @@ def _qkv() -> list[torch.Tensor]:
 
 
 def _on_two_ranks(rank: int, world: int) -> tuple[list[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
-    """All that needs two ranks, whose processes take longer to start than this."""
+    """All checks that need two ranks, in one test, as starting processes takes longer than the checks."""
     return [_of_a_module(rank, world, again) for again in (False, True)], _of_a_function(rank, world)
 
 

@@ -1,4 +1,4 @@
-"""Layouts: cut and put together again, and the positions between."""
+"""Layouts: sharding, gathering, and the positions of rows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Writes into peers' memory, by emulated GPUs (test_streams.py): results in any order that streams and signals allow,
-on streams that have hardware queues of their own or share one, and what transfers are overlapped with."""
+"""Writes into the memory of peers, on emulated GPUs (test_streams.py): results for any order that streams and signals
+permit, with a hardware queue for each stream or a shared one, and which work overlaps transfers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOMS = 1 << 20  # bytes
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tensors are small."""
+    """Runs PyTorch on one thread, as tensors are small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,7 +49,7 @@ def _emulated(name: str, *arguments: object) -> None:
 
 
 class _Group(Gpus):
-    """Ranks with memory that all can write. Each has the arena of a group, which its calls share."""
+    """Emulated ranks with memory that all can write. Each has an arena of the group, which its calls share."""
 
     def __init__(self, world: int, patch: pytest.MonkeyPatch) -> None:
         super().__init__(world)
@@ -84,8 +84,8 @@ class _Group(Gpus):
         return self.arenas[self.current[-1].rank]
 
     def call(self, run: Run) -> list[tuple[torch.Tensor, ...]]:
-        """Gives each rank its part of two calls, forward and backward, in the layout of a model's projections at the
-        second. (out, dq, dk, dv, lse) of this, for each rank: to be read when everything has run."""
+        """Enqueues on each rank two calls, forward and backward; the second has the memory order of a model's
+        projections. Returns (out, dq, dk, dv, lse) of the second for each rank, to be read when everything has run."""
         found = []
         for rank in range(self.world):
             problem = Problem(run.layout, run.options["causal"], run.q_lengths, run.k_lengths)
@@ -117,8 +117,8 @@ def _results(
 @pytest.mark.parametrize("world", (2, 3, 4))
 @pytest.mark.parametrize("rotate", ROTATIONS)
 def test_ranks_that_write_into_each_other_have_what_one_process_has(monkeypatch, world, rotate) -> None:
-    """All streams of a rank in one hardware queue: that this ends shows that no signal is waited for before what it
-    depends on has been enqueued."""
+    """All streams of a rank share one hardware queue. If this terminates, no signal is waited for before the work on
+    which it depends has been enqueued."""
     wrong = []
     for layout, causal in itertools.product(LAYOUTS, (False, True)):
         even, ragged = even_lengths(11 * world, world, layout), (9, 0, 4, 1)[:world]
@@ -132,7 +132,7 @@ def test_ranks_that_write_into_each_other_have_what_one_process_has(monkeypatch,
 @pytest.mark.parametrize("rotate", ROTATIONS)
 @pytest.mark.parametrize("world", (2, 3, 4, 8))
 def test_any_order_that_streams_and_signals_allow_has_the_same_results(monkeypatch, world, rotate, chains_) -> None:
-    """Each stream in a hardware queue of its own, then in one of two, drawn for each stream."""
+    """Each stream has a hardware queue of its own; then one of two, chosen at random for each stream."""
     monkeypatch.setattr(configs, "pick_chains", lambda *_: chains_)
     lengths = even_lengths(6 * world, world, "zigzag")
     run = Run(lengths, lengths, dict(layout="zigzag", rotate=rotate, causal=True, return_lse=True), heads=(4, 2))
@@ -153,14 +153,14 @@ def _wrong(run: Run, found: list[tuple[torch.Tensor, ...]]) -> list[str]:
     ]
 
 
-ROWS = 256  # of a rank, so that its own block has two halves
+ROWS = 256  # rows of a rank, so that its own block has two halves
 
 
 def _timed(
     world: int, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int, str], float], queue: Queue = own_queue
 ) -> list[list[Work]]:
-    """The products of a backward on each rank, all keys seen: those of a step take `seconds(rank, "product")`, and the
-    transfers of one `seconds(rank, "blocks")` and `seconds(rank, "sums")`."""
+    """Returns the GEMMs of a backward on each rank, without a mask. Those of a step take `seconds(rank, "product")`,
+    and its transfers `seconds(rank, "blocks")` and `seconds(rank, "sums")`."""
     with monkeypatch.context() as patch:
         group = _Group(world, patch)
 
@@ -186,8 +186,8 @@ def _one_for_copies(stream: Stream) -> object:
 @pytest.mark.parametrize("world", (2, 3, 4, 8))
 @pytest.mark.parametrize("queue", (own_queue, _one_for_copies))
 def test_what_a_step_has_time_for_is_overlapped_with_it(monkeypatch, world, queue) -> None:
-    """Also where the copy streams share a hardware queue, and where one rank is slow: none waits for another longer
-    than for the slowest."""
+    """Also if the copy streams share a hardware queue, and if one rank is slow: no rank takes longer than the slowest
+    one."""
     times = {"product": 1.0, "blocks": 0.45, "sums": 0.45}
     for of_rank in ([1.0] * world, [1.0, 1.3, *[1.0] * (world - 2)]):
         found = _timed(world, monkeypatch, lambda rank, name, each=of_rank: times[name] * each[rank], queue)
@@ -195,7 +195,7 @@ def test_what_a_step_has_time_for_is_overlapped_with_it(monkeypatch, world, queu
 
 
 def test_no_step_waits_for_sums_that_leave(monkeypatch) -> None:
-    """Those of the first step take as long as many steps; the second step's products come before they have arrived."""
+    """The sums of the first step take as long as many steps; the GEMMs of the second step start before they arrive."""
     found = _timed(4, monkeypatch, lambda rank, name: {"product": 1.0, "blocks": 0.4, "sums": 9.0}[name])
     for first, one, two, three, last in found:
         assert (first.begin, one.begin, two.begin) == (0.0, 0.5, 1.5)
@@ -234,8 +234,7 @@ def test_small_problems_have_one_chain() -> None:
 
 @pytest.mark.parametrize("most", [driver.MAX_PITCH, 0])
 def test_copies_of_pieces(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into rows of another pitch: in one copy of two dimensions, and piece by piece where the pitch is too large for
-    it."""
+    """Copies into rows of another pitch: by one 2D copy, or piece by piece if the pitch is too large for that."""
     monkeypatch.setattr(driver, "_call", _emulated)
     monkeypatch.setattr(driver, "MAX_PITCH", most)
     stream = SimpleNamespace(cuda_stream=0)
@@ -250,7 +249,7 @@ def test_copies_of_pieces(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_arena_has_rooms_behind_counters_and_a_stream_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group has one, which is made anew for more room alone, and once its work is done."""
+    """A group has one arena. It is reallocated only if it is too small, and after its work is done."""
     symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
     log: list[object] = []
     peers = torch.empty(2, 1 << 16, dtype=torch.uint8)

@@ -1,5 +1,5 @@
-"""The adapters of the peers: stand-ins have the signatures of FlashAttention-4 4.0.0b36, and import and call what
-ring-flash-attn 0.1.8 and yunchang 0.6.4 do."""
+"""The adapters of the peers. Stand-ins have the signatures of FlashAttention-4 4.0.0b36, and import and call the same
+functions as ring-flash-attn 0.1.8 and yunchang 0.6.4."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import bench, peers
 from .flash_attn_shim import installed, shim, two_results
 from .reference import ring_attention_reference
 
-# ring-flash-attn gives these by name, with those of the signature that it does not name left as they are.
+# ring-flash-attn passes these by name, and the other parameters of the signature with their defaults.
 FORWARD = ("q", "k", "v", "dropout_p", "softmax_scale", "causal", "alibi_slopes", "return_softmax")
 BACKWARD = (
     *("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"),
@@ -60,7 +60,7 @@ INTERFACE = SimpleNamespace(
 
 
 def _tensors() -> list[torch.Tensor]:
-    """q, k, v and dout [B, S, H, D]."""
+    """Returns q, k, v and dout [B, S, H, D]."""
     return [torch.randn(2, 9, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4)]
 
 
@@ -95,7 +95,7 @@ def test_yunchang_gives_its_attention_everything_by_name() -> None:
 
 
 def test_the_shim_is_there_while_a_package_is_imported_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that imports what the two do, and a part of it that cannot be imported."""
+    """A package that imports the same names as the two packages, and has a module that cannot be imported."""
     package = tmp_path / "ring_flash_attn"
     (package / "adapters").mkdir(parents=True)
     (package / "adapters" / "__init__.py").write_text("import no_such_library\n")
@@ -204,7 +204,7 @@ def test_forward_and_backward_run_inside_and_nothing_else() -> None:
     x, y = torch.randn(3, requires_grad=True), torch.randn(3)
     out = peers.run_within(within, lambda x, y: Twice.apply(x) * y, x, y)
     assert log == ["in", "forward", "out"] and torch.equal(out, 2 * x * y)
-    for _ in range(2):  # a graph that is kept
+    for _ in range(2):  # twice on a retained graph
         log.clear()
         (gradient,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
         assert log == ["in", "backward", "out"] and torch.equal(gradient, 2 * y)

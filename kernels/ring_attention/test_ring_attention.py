@@ -1,4 +1,4 @@
-"""Ring attention on two to four gloo processes against one process in fp64."""
+"""Ring attention on two to four gloo processes, compared with one process in fp64."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from .schedule import ROTATIONS, Call
 from .test_world import SECONDS, Run, call, call_all, spread
 
 WORLDS = (2, 3, 4)
-# Processes on the CPU compute by `plain`, and by the kernels where these are interpreted.
+# Processes on the CPU compute by `plain`, and also by the kernels if the interpreter is on.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _runs(world: int) -> Iterator[tuple[str, Run]]:
-    """By name: every layout and rotation, with and without a mask, even and ragged, square and rectangular."""
+    """Returns runs by name: each layout and rotation, with and without a mask, equal and unequal lengths, square and
+    rectangular."""
     for layout, rotate, causal in itertools.product(LAYOUTS, ROTATIONS, (False, True)):
         options = dict(layout=layout, rotate=rotate, causal=causal)
         even = [even_lengths(n, world, layout) for n in (23, 41, 5 * world)]
@@ -70,7 +71,7 @@ RUNS = {world: dict(_runs(world)) for world in WORLDS}
 
 
 def _everything(rank: int, world: int, runs: dict[str, Run]) -> dict[str, Any]:
-    """Of one rank. Starting processes takes longer than all that they compute, so they do it together."""
+    """Runs all calls on one rank. Starting processes takes longer than the calls, so one set of processes runs all."""
     found: dict[str, Any] = {"runs": call_all(rank, world, runs)}
     compute.attention_partial, compute.attention_partial_backward = plain.partial, plain.partial_backward
     backward.attention_delta = plain.delta
@@ -83,7 +84,7 @@ def _everything(rank: int, world: int, runs: dict[str, Run]) -> dict[str, Any]:
 
 @cache
 def _ranks(world: int) -> list[dict[str, Any]]:
-    """What each rank of a world found."""
+    """Returns the results of each rank of a world."""
     with tempfile.TemporaryDirectory() as folder:
         return spread(world, _everything, Path(folder), RUNS[world])
 
@@ -104,7 +105,8 @@ def test_all_ranks_together_have_what_one_process_has(world: int) -> None:
 
 
 def _bad_calls(rank: int) -> list[str]:
-    """What is said of bad calls, the first on each rank alone and the others by what the ranks bring."""
+    """Returns the error messages of invalid calls: first of those that a rank detects alone, then of those where ranks
+    differ."""
     x = torch.zeros(1, 2, 4, 8)
     alone: list[tuple[tuple, dict]] = [
         ((x.int(), x, x), {}),
@@ -172,7 +174,7 @@ def test_bad_calls_are_named_on_every_rank() -> None:
 
 
 def _at_length(rank: int, world: int) -> dict[str, object]:
-    """What else is promised of a group: `unshard` after `shard`, a call again, a part of the group."""
+    """Checks other properties of a group: `unshard` after `shard`, a repeated call, a subgroup."""
     x = torch.arange(2.0 * 13).view(2, 13)
     found: dict[str, object] = {}
     for layout in LAYOUTS:
@@ -259,7 +261,7 @@ def test_one_rank_is_plain_attention() -> None:
 
 
 def test_a_gradient_that_there_is_none_of_is_not_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a gradient of lse the backward is given none, and not zeros to subtract."""
+    """Without a gradient of lse, the backward receives None, not zeros that it would subtract."""
     given = []
     monkeypatch.setattr(op, "ring_forward", lambda ring, q, k, v: (q.clone(), q.sum(3)))
     monkeypatch.setattr(op, "ring_backward", lambda ring, dout, dlse, q, *_: given.append((dout, dlse)) or (q, q, q))
@@ -295,7 +297,7 @@ def _gpu_calls(rank: int, world: int, runs: dict[str, Run]) -> dict[str, dict[st
     found = {}
     for name, run in runs.items():
         found[name] = call(run, rank, world, f"cuda:{rank}")
-        if "peer" in name:  # buffers that were used before
+        if "peer" in name:  # a second call reuses buffers
             again = call(run, rank, world, f"cuda:{rank}")
             assert all(torch.equal(again[what], found[name][what]) for what in ("out", "dk", "dv")), name
     release()
@@ -328,7 +330,8 @@ def test_all_gpus_by_both_transports_against_one_process(tmp_path: Path) -> None
 
 
 def _memory(rank: int, world: int) -> dict[str, tuple[int, int]]:
-    """(bytes that a call takes above its results, and above what they may be) forward and backward."""
+    """Returns (bytes that a call takes, most that it may take) for forward and backward, and for memory that is
+    kept."""
     device, rows, heads, dim = torch.device("cuda", rank), 8192, 8, 128
     q, k, v, dout = (torch.randn(1, heads, rows, dim, device=device, dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -350,7 +353,7 @@ def _memory(rank: int, world: int) -> dict[str, tuple[int, int]]:
     taken, out = peak(forward)
     most = block + line + 2 * block  # out and lse, and out in fp32
     taken_back, _ = peak(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
-    # dq, dk, dv, in the dtype and in fp32; dk and dv that leave; of the kernels fp32 dQ of a call in each chain.
+    # dq, dk, dv, in the dtype and in fp32; dk and dv that are sent; the kernels' fp32 dQ of a call in each chain.
     most_back = 3 * block + 3 * 2 * block + 2 * 2 * block + 2 * 2 * block + 8 * line
     kept = sum(arena.size for arena in peer_writes._ARENAS.values())
     release()
@@ -367,7 +370,7 @@ def test_memory_beside_inputs_and_results_is_bounded(tmp_path: Path) -> None:
 
 
 def test_keys_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call, and several on a few keys each, of which the first queries see only the first."""
+    """One call, and several calls on a few keys each. The first queries see keys of the first call only."""
     q, k, v = (torch.randn(1, 2, rows, 16) for rows in (21, 26, 26))
     calls = [Call((0, 21), (0, 26), 5, 0, causal, True) for causal in (False, True)]
     calls += [Call((3, 9), (4, 4), final=True), Call((0, 21), (2, 26), 0, 3, True, True)]

@@ -1,4 +1,4 @@
-"""Schedules as data: who needs what of whom, each visible pair once, the work shared out, the fewest bytes."""
+"""Schedules as data: consistent transfers, each visible pair computed once, balanced work, the fewest bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .schedule import (
 
 
 def drawn(random_: random.Random) -> Problem:
-    """A problem that has a schedule: cut evenly or not, square or not, ranks without a row."""
+    """Returns a problem that has a schedule: equal lengths or not, square or not, also ranks without rows."""
     world, layout = random_.randint(1, 5), random_.choice(LAYOUTS)
 
     def lengths() -> tuple[int, ...]:
@@ -35,7 +35,7 @@ def drawn(random_: random.Random) -> Problem:
 
 
 def visible(problem: Problem) -> list[list[torch.Tensor]]:
-    """For the queries of each rank and the keys of each rank, which pairs see each other."""
+    """Returns the visible pairs of the queries of each rank and the keys of each rank."""
     queries, keys = (
         [positions(n, rank, problem.world, problem.layout, lengths) for rank, n in enumerate(lengths)]
         for lengths in (problem.q_lengths, problem.k_lengths)
@@ -55,7 +55,7 @@ def add(seen: torch.Tensor, call: Call) -> None:
 
 
 def check(problem: Problem) -> None:
-    """Every visible pair is computed once, and everything else is never."""
+    """Every visible pair is computed exactly once, and no other pair."""
     want, world = visible(problem), problem.world
     for rotate in ("keys", "queries"):
         every = [schedule(problem, rank, rotate, results=rotate == "keys") for rank in range(world)]
@@ -76,13 +76,13 @@ def check(problem: Problem) -> None:
 
 
 def final_once(calls: list[Call], queries: int) -> None:
-    """Each query has one final call, and that is its last."""
+    """Each query has one final call, which is its last."""
     last = [[call.final for call in calls if call.q[0] <= row < call.q[1]] for row in range(queries)]
     assert all(flags and flags[-1] and not any(flags[:-1]) for flags in last)
 
 
 def check_gathered(problem: Problem) -> None:
-    """The same for one rank that has all keys, in their new places."""
+    """Every visible pair is computed once by a rank that has all keys, in gathered order."""
     want = visible(problem)
     for rank in range(problem.world):
         place = torch.full((sum(problem.k_lengths),), -1)
@@ -119,7 +119,7 @@ def test_zigzag_shares_a_causal_mask_out_evenly(world: int, length: int) -> None
     work = [sum(rank) for rank in steps]
     assert sum(work) == length * (length + 1) // 2
     assert max(work) <= 1.02 * sum(work) / world
-    for step in zip(*steps, strict=True):  # of each step too, so that no rank waits for another
+    for step in zip(*steps, strict=True):  # each step is balanced too, so that no rank waits for another
         assert max(step) <= 1.02 * sum(step) / world
 
 

@@ -1,5 +1,5 @@
-"""On all GPUs of this host, two or more: what the CPU's processes cannot show of dtypes, widths, NCCL, and torch's
-context parallel."""
+"""Tests on all GPUs of this host, two or more, for properties that processes on the CPU cannot show: dtypes, head
+dimensions, NCCL, and PyTorch's context parallelism."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LENGTH, SAMPLED = 65536 // (2 * WORLD) * 2 * WORLD, 48
 
 
 def _small(dim: int, dtype: torch.dtype, **params: Any) -> Case:
-    """`check_shard` makes a problem of some 768 rows of it."""
+    """Returns a case. `check_shard` reduces it to some 768 rows."""
     dims = dict(batch=1, kv_heads=2, group=2, queries=LENGTH, keys=LENGTH, dim=dim)
     words = (f"d{dim}", str(dtype).removeprefix("torch."), *(f"{name}={value}" for name, value in params.items()))
     return Case("-".join(words), dims, dtype, params, world_size=WORLD)
@@ -89,7 +89,7 @@ def _within_a_context(rank: int, world: int) -> str | None:
 
 
 def _repeats(device: str) -> str | None:
-    """Whether the gradients are the same bits in deterministic mode."""
+    """Returns why the gradients are not bitwise equal in deterministic mode, or None."""
     shape = (1, 4, 2048, 128)
     q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
     runs = []
@@ -102,8 +102,8 @@ def _repeats(device: str) -> str | None:
 
 
 def _long(rank: int, world: int) -> str | None:
-    """Some rows of out and dq against fp64; the error may be that of the one-GPU kernel on the same rows, and half. All
-    rows of dk and dv against those of the one-GPU kernel, from which they may differ by some roundings."""
+    """Compares some rows of out and dq with fp64; the error may be 1.5 times that of the one-GPU kernel on the same
+    rows. Compares all rows of dk and dv with the one-GPU kernel, from which they may differ by some roundings."""
     device = f"cuda:{rank}"
     generator = torch.Generator(device).manual_seed(3)
     shapes = [(1, heads, LENGTH, 128) for heads in (8, 2, 2, 8)]
@@ -140,7 +140,7 @@ def _long(rank: int, world: int) -> str | None:
 
 
 def right(run: Callable[..., Any], folder: Path, *arguments: Any) -> None:
-    """On every rank. A test of its own for each, since a first call compiles for half a minute: -n shares them out."""
+    """On every rank. Each is a test of its own, which -n distributes, as a first call compiles for half a minute."""
     assert not any(spread(WORLD, run, folder, *arguments, backend="nccl"))
 
 
@@ -162,7 +162,7 @@ def test_a_long_sequence(tmp_path: Path) -> None:
 
 
 def _torchs(rank: int, world: int) -> dict[str, Any]:
-    """In turn, so that what one leaves behind would show in the next."""
+    """Runs PyTorch's context parallelism with several backends in turn: state left by one would show in the next."""
     device, found = f"cuda:{rank}", {}
     for mask in (True, False):
         case = _small(128, torch.bfloat16, causal=mask)

@@ -1,4 +1,4 @@
-"""The model of many GPUs: what must hold of it whatever the rates are."""
+"""The model of many GPUs: properties that hold for any rates."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_what_does_not_overlap_is_the_transfer_beyond_the_products() -> None:
 
 
 def test_gradients_leave_a_step_later_than_their_block_came() -> None:
-    """Rank 2, the slowest, moves 1 row for step 1 and 2 for step 2; the gradients of 1, in fp32, leave during step 2,
-    those of 2 behind it."""
+    """Rank 2, the slowest, moves 1 row for step 1 and 2 rows for step 2. The fp32 gradients of step 1 are sent during
+    step 2, those of step 2 after it."""
     options = dict(heads=1, kv_heads=1, dim=64, layout="zigzag", backward=True)
     found = simulate(3, 5, 5, Rates(1e30, 1e9, latency=0.0), **options)
     row = 64 * 2

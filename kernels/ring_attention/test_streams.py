@@ -1,9 +1,9 @@
-"""Streams of several GPUs, emulated on the CPU: the host's calls fill them, and what they hold is run afterwards, in
-any order that streams, events and signals between ranks leave open, or as it would be timed. So a missing wait shows as
-a wrong result or as a time, and a cycle of waits as a deadlock. The tests of what uses it are in test_peer_writes.py.
+"""Streams of several GPUs, emulated on the CPU. Calls of the host enqueue work. It runs afterwards, in any order that
+streams, events and signals between ranks permit, or in the order of simulated times. So a missing wait shows as a wrong
+result or a wrong time, and a cycle of waits as a deadlock. The tests that use the emulation are in test_peer_writes.py.
 
-Ranks are called one after the other, in one thread. What PyTorch computes within `Gpus.rank` is deferred to the current
-stream: views and allocations are made at once, and a tensor is NaN before what fills it has run.
+Ranks are called one at a time, in one thread. PyTorch's computations within `Gpus.rank` are deferred to the current
+stream: views and allocations are made at once, and a tensor holds NaN until the work that fills it has run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(eq=False)
 class Work:
-    """Something in a stream: it runs once what is before it in its queue is done, and `after`, and `ready` holds."""
+    """Work in a stream. It runs once the work before it in its queue and in `after` is done, and `ready` holds."""
 
     stream: Stream
     name: str
@@ -40,7 +40,7 @@ class Work:
 
 @dataclass(eq=False)
 class Stream:
-    """What torch.cuda.Stream has of it. `cuda_stream` is no handle."""
+    """The used part of the interface of torch.cuda.Stream. `cuda_stream` is not a handle."""
 
     gpus: Gpus
     rank: int
@@ -64,12 +64,12 @@ class Stream:
         self.give("wait", after=event)
 
 
-Queue = Callable[[Stream], object]  # which of a rank's hardware queues a stream has
+Queue = Callable[[Stream], object]  # maps a stream to a hardware queue of its rank
 
 
 class Gpus:
-    """`world` ranks with a stream "main" each. `seconds(stream, name, tensors)` of a copy or of a kernel are
-    0 unless they are set."""
+    """`world` emulated ranks, each with a stream "main". `seconds(stream, name, tensors)`, the time of a copy or a
+    kernel, is 0 unless it is set."""
 
     def __init__(self, world: int) -> None:
         self.world, self.now = world, 0.0
@@ -91,7 +91,7 @@ class Gpus:
             self.current.pop()
 
     def kernel(self, function: Callable) -> Callable:
-        """What enqueues the call, which returns nothing."""
+        """Returns a function that enqueues the call and returns nothing."""
 
         def call(*arguments, **options) -> None:
             stream, name = self.current[-1], function.__name__
@@ -116,8 +116,8 @@ class Gpus:
         stream.give("value", ready=lambda: counter.value >= value)
 
     def run(self, queue: Queue, drawn: random.Random) -> None:
-        """Runs everything, one by one, drawn from what stands first in its queue and can run; streams of a rank for
-        which `queue` is the same share one. AssertionError where nothing can."""
+        """Runs all work, one item at a time, chosen at random from the ready items at the head of a queue. Streams of a
+        rank with equal `queue` share one. AssertionError on deadlock."""
         queues = self._queues(queue)
         while queues:
             able = [works for works in queues if works[0].can_run()]
@@ -128,8 +128,8 @@ class Gpus:
             queues = [works for works in queues if works]
 
     def time(self, queue: Queue) -> dict[int, list[Work]]:
-        """Runs everything as early as it can, each for its seconds; queues run beside each other. Returns what has run
-        on each rank."""
+        """Runs each item of work as early as possible, for its seconds; queues are concurrent. Returns the work of each
+        rank."""
         found = dict(enumerate(self.given))
         queues, running = self._queues(queue), []
         while queues or running:
@@ -159,7 +159,7 @@ class Gpus:
 
 @dataclass
 class _Deferred(TorchDispatchMode):
-    """Enqueues what PyTorch computes."""
+    """A dispatch mode that enqueues PyTorch's computations."""
 
     gpus: Gpus
 
@@ -190,7 +190,7 @@ def own_queue(stream: Stream) -> object:
 
 
 def cuda(gpus: Gpus) -> SimpleNamespace:
-    """In the place of torch.cuda."""
+    """A replacement of torch.cuda."""
     return SimpleNamespace(current_stream=lambda *_: gpus.current[-1], stream=gpus.on)
 
 

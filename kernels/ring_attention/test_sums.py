@@ -1,4 +1,4 @@
-"""Which calls write sums and which add, for every layout: no row is added to before it has been written."""
+"""Which calls write sums and which add, for every layout: each row is written before it is added to."""
 
 from __future__ import annotations
 

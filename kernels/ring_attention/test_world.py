@@ -1,4 +1,4 @@
-"""Runs ring attention on a few gloo processes, and what a process needs for it. The tests are in the other files."""
+"""Runs ring attention on a few gloo processes: shared code, no tests. The tests are in the other files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = 240
 
 @dataclass(frozen=True)
 class Run:
-    """One call on all ranks, with its backward. `kernels`: by the kernels in the interpreter, else by `plain`."""
+    """One call on all ranks, with its backward. `kernels`: by the interpreted kernels, else by `plain`."""
 
     q_lengths: tuple[int, ...]
     k_lengths: tuple[int, ...]
@@ -42,7 +42,7 @@ class Run:
         return self.options.get("layout", "zigzag")
 
     def whole(self, dtype: torch.dtype | None = None, device: str = "cpu") -> list[torch.Tensor]:
-        """q, k, v, dout and dlse of the whole sequence."""
+        """Returns q, k, v, dout and dlse of the whole sequence."""
         generator = torch.Generator().manual_seed(7)
         shapes = [
             (self.batch, heads, sum(lengths), self.dim)
@@ -52,7 +52,7 @@ class Run:
         return [t.to(self.dtype).to(dtype or self.dtype).to(device) for t in tensors]
 
     def expected(self, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-        """By one process, in fp64 unless another dtype is asked for."""
+        """Returns the results of one process, in fp64 unless another dtype is given."""
         q, k, v, dout, dlse = self.whole(dtype)
         inputs = [t.requires_grad_() for t in (q, k, v)]
         options = {name: value for name, value in self.options.items() if name in ("causal", "scale")}
@@ -62,16 +62,16 @@ class Run:
         return dict(zip(("out", "dq", "dk", "dv", "lse"), (out.detach(), *grads, lse.detach()), strict=True))
 
     def eager(self) -> dict[str, torch.Tensor]:
-        """By one process in the dtype of the run: what the errors of others are measured by."""
+        """Returns the results of one process in the dtype of the run, whose error is the yardstick for others."""
         return self.expected(self.dtype)
 
     def assembled(self, ranks: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """The whole results, of those of the ranks."""
+        """Returns the whole results, assembled from those of the ranks."""
         return {name: assemble([found[name] for found in ranks], 2, self.layout) for name in ranks[0]}
 
 
 def call(run: Run, rank: int, world: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """This rank's results."""
+    """Returns this rank's results."""
 
     def mine(x: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
         rows = positions(lengths[rank], rank, world, run.layout, lengths)
@@ -89,7 +89,7 @@ def call(run: Run, rank: int, world: int, device: str = "cpu") -> dict[str, torc
 
 
 def spread(world: int, work: Callable[..., Any], folder: Path, *arguments: Any, backend: str = "gloo") -> list[Any]:
-    """What `work(rank, world, *arguments)` returns on each of `world` new processes of one group."""
+    """Returns the results of `work(rank, world, *arguments)` on each of `world` new processes of one group."""
     context = mp.spawn(_process, (world, str(folder), backend, work, arguments), world, join=False)
     assert context is not None
     end = time.monotonic() + SECONDS
@@ -117,7 +117,7 @@ def _process(rank: int, world: int, folder: str, backend: str, work: Callable, a
 
 
 def call_all(rank: int, world: int, runs: dict[str, Run]) -> dict[str, dict[str, torch.Tensor]]:
-    """The results of all runs, by their names."""
+    """Returns the results of all runs, by name."""
     kernels = compute.attention_partial, compute.attention_partial_backward, backward.attention_delta
     found = {}
     for name, run in runs.items():
@@ -137,7 +137,7 @@ def _scores(q, k, causal, scale, q_offset, k_offset):
 
 
 def partial(q, k, v, out, lse, *, causal=False, scale=None, q_offset=0, k_offset=0, result=None) -> None:
-    """`attention_partial` in PyTorch, many times faster than the interpreter, and strict about what it is given."""
+    """`attention_partial` in PyTorch, many times faster than the interpreter, with strict checks of its arguments."""
     assert out.dtype == lse.dtype == torch.float32 and lse.stride(2) == out.stride(3) == 1
     assert out.shape == q.shape and (result is None or (result.shape, result.dtype) == (q.shape, q.dtype))
     keys = torch.cat([torch.full((*lse.shape, 1), -math.inf), _scores(q, k, causal, scale, q_offset, k_offset)], 3)
@@ -163,7 +163,7 @@ def partial_backward(
     dout, q, k, v, out, lse, dq, dk, dv, *, delta=None, causal=False, scale=None, q_offset=0, k_offset=0,
     add_dq=True, add_dkdv=True, result=None,
 ) -> None:  # fmt: skip
-    """`attention_partial_backward` in PyTorch. What it leaves undefined is NaN."""
+    """`attention_partial_backward` in PyTorch. Undefined outputs are set to NaN."""
     assert all(t is None or t.dtype == torch.float32 for t in (dq, dk, dv, delta))
     assert all(t.stride(2) == 1 or t.is_contiguous() for t in (lse, delta))
     shared = q.shape[1] // k.shape[1]

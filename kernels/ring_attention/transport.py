@@ -1,20 +1,20 @@
-"""Moves blocks between ranks while kernels run: by messages of the process group here, by writes into peers' memory in
-`peer_writes`.
+"""Moves blocks between ranks while kernels run: by messages of the process group here, by writes into the memory of
+peers in `peer_writes`.
 
-All have the same calls, which every rank makes in the same order; they return at once and order themselves after what
-the current stream has been given. Tensors are [B, H, rows, …].
+All transports have the same methods, which every rank calls in the same order. They are asynchronous, and ordered after
+the work on the current stream. A room is a receive buffer. Tensors are [B, H, rows, …].
 
     sendable(x)                                     x, or a copy of it whose rows can be sent
-    room(index, blocks, rank)                       tensors in rank's room of that index, where transfers to it arrive
+    room(index, blocks, rank)                       tensors in room `index` of `rank`, where transfers to it arrive
     exchange(kind, sent, to, places, into, source)  sends to rank `to`, into its `places`; receives from `source`, in
                                                     `into`
-    follow(stream)                                  later transfers also wait for what this stream has been given
+    follow(stream)                                  later transfers also wait for the work so far on this stream
     close()                                         ends a call: later work on the current stream runs after its
                                                     transfers
 
-All that reads a room is enqueued, on the current stream or on one passed to `follow`, before the next `exchange` into
-it. `kind` is BLOCKS or SUMS. Transfers of one kind run in order; by peer writes those of one kind do not wait for those
-of the other.
+All work that reads a room must be enqueued, on the current stream or on one passed to `follow`, before the next
+`exchange` into it. `kind` is BLOCKS or SUMS. Transfers of one kind run in order. With peer writes, transfers of one
+kind do not wait for those of the other.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ import torch.distributed as dist
 from .rows import copied
 
 ALIGNMENT = 256
-BLOCKS, SUMS = KINDS = 0, 1  # blocks that kernels take, and contributions to the sums of another rank
+BLOCKS, SUMS = KINDS = 0, 1  # input blocks of kernels, and contributions to the sums of another rank
 
 Block = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor that moves
 
 
 class Pending(Protocol):
     def wait(self) -> None:
-        """What the current stream is given from now on runs after the transfer."""
+        """Makes later work on the current stream run after the transfer."""
 
 
 class Transport(Protocol):
@@ -61,7 +61,7 @@ class Transport(Protocol):
 
 
 class Messages:
-    """Sends and receives of the process group: of NCCL on a stream of its own, of gloo by its threads."""
+    """The transport by send and receive of the process group: NCCL on its own stream, gloo in its threads."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, rooms: Sequence[Sequence[Block]]) -> None:
         self.group, self.device = group, device
@@ -72,7 +72,7 @@ class Messages:
         return x
 
     def room(self, index: int, blocks: Sequence[Block], rank: int | None = None) -> list[torch.Tensor]:
-        """This rank's, whichever is asked for: nothing is written into another's."""
+        """Returns this rank's room for any `rank`, as nothing is written into the rooms of others."""
         if index not in self.rooms:
             self.rooms[index] = torch.empty(self.sizes[index], dtype=torch.uint8, device=self.device)
         return placed(self.rooms[index], blocks)
@@ -106,8 +106,8 @@ CONTIGUOUS = torch.contiguous_format
 @dataclass
 class _Works:
     works: list = field(default_factory=list)
-    tensors: list[torch.Tensor] = field(default_factory=list)  # kept until they have been sent and received
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # of what could not arrive in place
+    tensors: list[torch.Tensor] = field(default_factory=list)  # kept alive until they have been sent and received
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (destination, received)
 
     def wait(self) -> None:
         for work in self.works:
@@ -118,9 +118,9 @@ class _Works:
 
 
 class Nothing(Messages):
-    """Sends nothing, so that results are wrong: what a call with transfers takes longer is not overlapped. Copies
-    within a GPU in their place would run on its SMs, behind persistent kernels, and take longer than transfers. Rooms
-    keep random numbers, because kernels are faster on zeros and slower on NaN."""
+    """Sends nothing, so results are wrong. The time that a call with transfers takes longer is not overlapped. Copies
+    within a GPU instead would run on its SMs, after persistent kernels, and take longer than transfers. Rooms hold
+    random values, because kernels are faster on zeros and slower on NaN."""
 
     kept: ClassVar[dict[tuple[torch.device, int], torch.Tensor]] = {}
 
@@ -143,16 +143,16 @@ class Nothing(Messages):
         return _Works()
 
     def follow(self, stream: torch.cuda.Stream) -> None:
-        """Nothing is sent behind it."""
+        """Does nothing, as nothing is sent."""
 
 
 def room_bytes(blocks: Sequence[Block]) -> int:
-    """What a room takes for these."""
+    """Returns the bytes of a room for these blocks."""
     return sum(aligned(prod(shape) * dtype.itemsize) for shape, dtype in blocks)
 
 
 def placed(memory: torch.Tensor, blocks: Sequence[Block], first: int = 0) -> list[torch.Tensor]:
-    """Tensors one behind the other in memory of bytes, from `first` on."""
+    """Returns tensors placed one after another in `memory`, from byte `first` on."""
     found = []
     for shape, dtype in blocks:
         size = prod(shape) * dtype.itemsize
@@ -166,7 +166,7 @@ def aligned(size: int) -> int:
 
 
 def members(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group itself, or that of all ranks."""
+    """Returns the group itself, or the default group."""
     chosen = group or dist.group.WORLD
     assert chosen is not None
     return chosen

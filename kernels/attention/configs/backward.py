@@ -14,12 +14,12 @@ import triton
 
 
 class Schedule(enum.IntEnum):
-    """Which CTA computes which blocks of 128 keys. The numbers are those of sm90/backward_schedule.cuh."""
+    """Which CTA computes which blocks of 128 keys. The values are those of sm90/backward_schedule.cuh."""
 
     CTA_PER_BLOCK = 0  # a CTA for each block of keys; preprocess and postprocess are launches of their own
     SINGLE_BLOCK = 1  # one block of keys: one launch computes everything, and each dQ is computed by one CTA
     CTA_PER_KV_HEAD = 2  # a CTA has all blocks of a KV head, in order, and casts dQ itself: dQ is deterministic
-    PERSISTENT = 3  # a CTA for each SM, which computes one block, or split of a block, after the other
+    PERSISTENT = 3  # a CTA for each SM, which computes several blocks, or splits of blocks, one at a time
     ROLES = 4  # as CTA_PER_BLOCK, but other CTAs of the same launch preprocess and postprocess
 
 
@@ -52,14 +52,14 @@ PERSISTENT_QUERIES = {64: 128, 128: 64}  # of a tile, by D: shared memory then h
 PERSISTENT_TILES = {64: 127, 128: 16}  # tiles of queries of a block, at most: with more PERSISTENT is no faster
 PERSISTENT_KEYS = {64: CUDA_BWD_KEYS + 1, 128: 2048}  # at least; at D = 128 CTA_PER_KV_HEAD is 3 to 5 % faster below
 CUDA_BWD_SPANS = 61  # at most; with LAG it is MOST_ROUNDS in the source
-KV_HEAD_BYTES = 40e6  # of fp32 dQ that stay in the L2 of an H100 or H200, which has 50 MB
+KV_HEAD_BYTES = 40e6  # fp32 dQ that stays in the L2 of an H100 or H200, which has 50 MB
 SECTION_BYTES = 16 * 2**20  # of q, dout and fp32 dQ of the heads of a section: a third of L2
 
 
 def pick_backward(version: str, hopper: str = "", deterministic: bool = False) -> str:
-    """The version of the backward that runs. `hopper`: "cuda" if that supports the problem, else "". `deterministic`:
-    dQ must be deterministic, and that of "cuda" is not. "fused" has fewer FLOPs than "separate" but more memory
-    traffic, so it runs on request only."""
+    """Returns the version of the backward that runs. `hopper`: "cuda" if that supports the problem, else "".
+    `deterministic`: dQ must be deterministic, and that of "cuda" is not. "fused" has fewer FLOPs than "separate" but
+    more memory traffic, so it runs on request only."""
     if version != "auto":
         return version
     return hopper if hopper and not deterministic else "separate"
@@ -160,9 +160,9 @@ def pick_query_tile(dim: int, queries: int, keys: int, group: int, causal: bool,
 
 
 def _few_waves(blocks: int) -> float:
-    """Below how many waves of CTAs the heads are divided into halves. Fewer for short sequences, where preprocessing
-    the first span and postprocessing the last, which are not overlapped, take a larger part of the time. Record: "Few
-    waves" of EXPERIMENTS.md."""
+    """Returns the number of waves of CTAs below which the heads are divided into halves. It is lower for short
+    sequences, where preprocessing the first span and postprocessing the last, which are not overlapped, take a larger
+    part of the time. Record: "Few waves" of EXPERIMENTS.md."""
     return 3.5 if blocks >= 16 else 2
 
 

@@ -27,7 +27,7 @@ def tiles(dim: int, shapes: Shapes, warps: Iterable[int], stages: Iterable[int])
 
 
 def cuda(dim: int) -> list[CudaConfig]:
-    """For `pick_cuda_config`: what fits shared memory and registers."""
+    """For `pick_cuda_config`: the configurations that fit shared memory and registers."""
     if dim == 64:
         sizes = [(64, 2), (128, 2), (64, 3), (112, 3)]
         return [CudaConfig(block_n, 4, consumers, False, True) for block_n, consumers in sizes]

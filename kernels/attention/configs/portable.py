@@ -48,7 +48,7 @@ def pick_split_config(rows: int, dim: int, banded: bool, dtype: torch.dtype, cap
 
 
 def pick_dkdv_config(dim: int, banded: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
-    """Of the kernel for dK and dV, which accumulates block_n keys and loops over tiles of block_m queries."""
+    """The tile of the kernel for dK and dV, which accumulates block_n keys and loops over tiles of block_m queries."""
     block_d = padded(dim)
     if dtype == torch.float32:
         return _fp32(block_d, capability)
@@ -61,7 +61,7 @@ def pick_dkdv_config(dim: int, banded: bool, dtype: torch.dtype, capability: tup
 
 
 def pick_dq_config(dim: int, banded: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
-    """Of the kernel for dQ, which accumulates block_m queries and loops over tiles of block_n keys."""
+    """The tile of the kernel for dQ, which accumulates block_m queries and loops over tiles of block_n keys."""
     block_d = padded(dim)
     if dtype == torch.float32:
         return _fp32(block_d, capability)
@@ -73,7 +73,7 @@ def pick_dq_config(dim: int, banded: bool, dtype: torch.dtype, capability: tuple
 
 
 def pick_fused_config(dim: int, banded: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
-    """Of the kernel for all three gradients: many keys a tile, as dQ is read and written once for each tile of keys."""
+    """The tile of the fused kernel: many keys, as dQ is read and written once for each tile of keys."""
     block_d = padded(dim)
     if dtype == torch.float32:
         return _fp32(block_d, capability)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from .backward import CudaBackwardConfig
 
-CHUNK_ROWS = 1024  # queries of a CTA that preprocesses or postprocesses, at most; backward_roles.cuh has room for 1152
+CHUNK_ROWS = 1024  # at most so many queries for a CTA that preprocesses or postprocesses; backward_roles.cuh holds 1152
 # As in backward_roles.cuh.
 LAG = 3  # rounds from the one that preprocesses a span to the one that postprocesses it
-LAST = LAG - 1  # spans at the end that are postprocessed when no products are left to overlap with
+LAST = LAG - 1  # spans at the end that are postprocessed when no GEMMs are left to overlap with
 WARPS = 8  # consumer warps of a CTA that multiplies, each of which increments the span's counter when it is done
 
 
@@ -22,7 +22,7 @@ WARPS = 8  # consumer warps of a CTA that multiplies, each of which increments t
 class RolesPlan:
     """`spans` spans of `span` KV heads. A CTA that preprocesses or postprocesses has a chunk of a query head's tiles: a
     head has `chunks` chunks of `chunk` tiles. In the first span to be preprocessed and the last to be postprocessed,
-    which no products overlap, it has `end_chunks` shorter ones of `end_chunk` tiles. `ctas`: of all roles."""
+    which no GEMMs overlap, it has `end_chunks` shorter ones of `end_chunk` tiles. `ctas`: of all roles."""
 
     span: int
     spans: int
@@ -45,7 +45,7 @@ def pick_roles_plan(
     end_chunk, end_chunks = _chunks(m_tiles, span * group, config.queries, sms)
     unshared = kv_heads * blocks - config.shared
 
-    # This and the three below count what comes before span s: KV heads, then CTAs of each role.
+    # This function and the three below return counts before span s: KV heads, then CTAs of each role.
     def heads(s: int) -> int:
         return min(max(s, 0) * span, kv_heads)
 

@@ -1,1 +1,1 @@
-"""The versions in Triton, for any GPU that it supports and for its interpreter."""
+"""The versions in Triton, for any GPU that Triton supports and for its interpreter."""

@@ -1,4 +1,4 @@
-"""Which keys a query sees, which tiles of them need no mask, and in what order CTAs compute tiles.
+"""Which keys a query sees, which tiles of keys need no mask, and in what order CTAs compute tiles.
 
 Query i is aligned with key i + keys − queries: the last query with the last key. It sees the keys from `left` before
 that one up to `right` after it. Causal is right = 0.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What of K and V the CTAs that run at one time should read: well under the 40 to 60 MB of an A100's or H100's L2.
+# Bytes of K and V that concurrent CTAs should read at most: well under the 40 to 60 MB of an A100's or H100's L2.
 SECTION_BYTES = 24e6
 
 
 def section(heads: int, bytes_per_head: int, banded: bool) -> int:
-    """How many heads CTAs alternate over. 1: one head's tiles after the other's, so that its keys and values are read
-    from memory once. In a band the tiles of a head are unequal, and the long ones of many heads should go first."""
+    """Returns how many heads form a section, within which the tile order alternates between heads. Without a band 1:
+    head by head, so that its keys and values are read from device memory once. In a band the tiles of a head differ in
+    length, and the long ones of many heads should be launched first."""
     if not banded:
         return 1
     return max(1, min(heads, int(SECTION_BYTES // max(1, bytes_per_head))))
@@ -23,7 +24,8 @@ def section(heads: int, bytes_per_head: int, banded: bool) -> int:
 
 @triton.jit
 def _tile_and_head(cta, tiles, heads, section):
-    """Heads in sections; in a section first tile 0 of each head, then tile 1 ..."""
+    """Returns tile and head of a CTA: section by section of heads, and in a section tile 0 of each head, then tile 1,
+    ..."""
     first = cta // (tiles * section) * section
     here = tl.minimum(section, heads - first)
     rest = cta - first * tiles
@@ -32,7 +34,7 @@ def _tile_and_head(cta, tiles, heads, section):
 
 @triton.jit
 def _bounds(position, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """low and high: a query at that position sees keys low <= j < high."""
+    """Returns low and high: a query at `position` sees keys low <= j < high."""
     low = position * 0
     high = low + keys
     if HAS_LEFT:
@@ -44,7 +46,7 @@ def _bounds(position, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.c
 
 @triton.jit
 def _keys_seen(first, last, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Begin (a multiple of BLOCK_N) and end of the keys that queries at the positions `first` to `last` see."""
+    """Returns begin (a multiple of BLOCK_N) and end of the keys that queries at positions `first` to `last` see."""
     begin = first * 0
     end = begin + keys
     if HAS_LEFT:
@@ -58,8 +60,8 @@ def _keys_seen(first, last, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT
 def _keys_seen_by_all(
     begin, end, first, last, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Between which multiples of BLOCK_N every tile of keys is fully visible to every query. Outside, up to `begin` and
-    `end`, a mask is needed."""
+    """Returns the multiples of BLOCK_N between which all queries see all keys. Tiles from `begin` to the first of them,
+    and from the second one to `end`, need a mask."""
     inner = begin
     outer = end
     if HAS_LEFT:
@@ -74,7 +76,7 @@ def _keys_seen_by_all(
 def _queries_seeing(
     first, last, queries, shift, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Begin (a multiple of BLOCK_M) and end of the queries that see some of the keys `first` to `last`.
+    """Returns begin (a multiple of BLOCK_M) and end of the queries that see some of the keys `first` to `last`.
     shift = keys − queries."""
     begin = first * 0
     end = begin + queries

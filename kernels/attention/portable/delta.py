@@ -1,10 +1,10 @@
-"""What the backward needs of each query besides q and dout.
+"""The row statistics that the backward needs for each query besides q and dout.
 
     delta = rowsum(dout ∘ out) − dlse        lse2 = log2(e)·lse        p = exp2(s·c − lse2)
 
-In fp32 lse2 is the running maximum and p is divided by the running sum, as in the forward: where scores are in the
-thousands the rounding of their sum's logarithm would be all of p's error.
-Reads out and dout, 4·D bytes a query in bf16, which is negligible compared with the GEMMs.
+In fp32, lse2 is the running maximum and p is divided by the running sum, as in the forward. Otherwise, where scores are
+in the thousands, the rounding of lse would dominate the error of p.
+The kernel reads out and dout, 4·D bytes a query in bf16, which is negligible compared with the GEMMs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..configs import portable as configs
 from ..problem import PLAIN, Problem, Saved, strides
 from .forward import _load_rows
 
-# Results have room for a whole number of these, which every tile divides: they are read without a mask. Kernels are
-# given their number, from which the compiler sees that the results of each head are aligned.
+# Results are padded to a multiple of ROWS, which every BLOCK_M divides, so they are read without a mask. Kernels are
+# passed the length in units of ROWS, from which the compiler derives that the results of each head are aligned.
 ROWS = tl.constexpr(128)
 INFINITY = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -53,8 +53,8 @@ def _attention_delta_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """delta, and lse in base 2, where rows that see nothing or do not exist have +inf: p is then 0 without a mask.
-    Without lse_ptr delta alone, of rows that exist."""
+    """Computes delta and lse2. Rows that see no key, and padding rows, get lse2 = +inf: p is then 0 without a mask.
+    Without lse_ptr it computes delta only, without padding."""
     head = tl.program_id(0) // padded
     start = tl.program_id(0) % padded * ROWS
     padded *= ROWS
@@ -75,7 +75,7 @@ def _attention_delta_kernel(
         tl.store(delta_ptr + at, delta, mask=here)
     else:
         lse = tl.load(lse_ptr + at, mask=here, other=float("-inf"))
-        # An empty row has delta 0 even where its incoming gradients are not finite: 0 · inf would be NaN.
+        # A row that sees no key has delta 0 even if its incoming gradients are not finite: 0 · inf would be NaN.
         empty = lse == float("-inf")
         padded_at = head.to(tl.int64) * padded + start + row
         tl.store(delta_ptr + padded_at, tl.where(empty, 0.0, delta))
@@ -88,14 +88,14 @@ def _attention_delta_kernel(
 
 
 class RowTerms(NamedTuple):
-    """fp32 [B·Hq, Sq rounded up to ROWS]. `inverse` is None unless tensors are fp32."""
+    """Row statistics, fp32 [B·Hq, Sq rounded up to ROWS]. `inverse`, 1 / sum, is None unless tensors are fp32."""
 
     lse2: torch.Tensor
     delta: torch.Tensor
     inverse: torch.Tensor | None
 
     def arguments(self) -> dict[str, Any]:
-        """As the kernels of the backward have them."""
+        """Arguments of the backward kernels."""
         return {
             "lse_ptr": self.lse2,
             "delta_ptr": self.delta,
@@ -139,7 +139,7 @@ def row_terms(problem: Problem, saved: Saved) -> RowTerms:
 
 
 def given_terms(lse: torch.Tensor, delta: torch.Tensor) -> RowTerms:
-    """The same of lse and delta [B, Hq, Sq] that are known."""
+    """Returns the RowTerms of given lse and delta [B, Hq, Sq]."""
     queries, empty = lse.shape[2], lse == -math.inf
     shape = (*lse.shape[:2], triton.cdiv(queries, ROWS.value) * ROWS.value)
     lse2, rows = lse.new_full(shape, math.inf), lse.new_zeros(shape)
@@ -149,7 +149,8 @@ def given_terms(lse: torch.Tensor, delta: torch.Tensor) -> RowTerms:
 
 
 def row_sums(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
-    """rowsum(dout ∘ out) − dlse, fp32 [B, Hq, Sq]. out and dout readable, dlse contiguous; there is at least one."""
+    """Returns rowsum(dout ∘ out) − dlse, fp32 [B, Hq, Sq]. out and dout are `readable`, dlse contiguous. Requires at
+    least one row."""
     batch, heads, queries, dim = out.shape
     delta = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
     padded, block_d = triton.cdiv(queries, ROWS.value), configs.padded(dim)

@@ -1,10 +1,10 @@
 """The portable forward: one CTA for each tile of queries, which loops over the keys that it sees.
 
-FLOPs: 4·D for each visible pair of query and key. At H8 D64, Q = 205 000, K = 200 000 that is 84 TFLOP, and on one
-NVIDIA H200, whose GEMMs reach some 700 TFLOP/s, 120 ms; q, k, v and the output are 0.8 GB, or 0.2 ms. One
-exponential a pair is 3.3e11 of them: at 16 a clock on each SM 79 ms, to be overlapped with the GEMMs.
+FLOPs: 4·D for each visible pair of query and key. At H8 D64, Q = 205 000, K = 200 000 that is 84 TFLOP, which takes
+120 ms on one NVIDIA H200, whose GEMMs reach some 700 TFLOP/s. q, k, v and the output are 0.8 GB, or 0.2 ms. Each pair
+takes one exponential, 3.3e11 in all: at 16 a clock on each SM that is 79 ms, to be overlapped with the GEMMs.
 
-With s = q·k the probabilities are exp2(s·c − m), c = scale·log2(e), one fused multiply-add and one exponential each.
+With s = q·k the probabilities are exp2(s·c − m), c = scale·log2(e): one fused multiply-add and one exponential each.
 m is the running maximum of s·c. (Dao et al. 2022, arXiv:2205.14135, algorithm 1, and 2023, arXiv:2307.08691.)
 """
 
@@ -23,7 +23,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _load_rows(ptr, row, cols, stride, count, dim, MASK: tl.constexpr, EVEN_D: tl.constexpr):
-    """[rows, cols] of a matrix of `count` rows; 0 outside of it. Without a mask the loads are asynchronous copies."""
+    """Loads a tile [rows, cols] of a matrix of `count` rows, with 0 outside. Unmasked loads become cp.async copies."""
     ptrs = ptr + row[:, None] * stride + cols[None, :]
     if MASK and EVEN_D:
         tile = tl.load(ptrs, mask=(row < count)[:, None], other=0.0)
@@ -38,7 +38,7 @@ def _load_rows(ptr, row, cols, stride, count, dim, MASK: tl.constexpr, EVEN_D: t
 
 @triton.jit
 def _store_rows(ptr, tile, row, cols, stride, count, dim, EVEN_D: tl.constexpr, ADD: tl.constexpr = False):
-    """With ADD the tile is added to what is there."""
+    """Stores a tile. With ADD the tile is added to the values in memory."""
     mask = (row < count)[:, None] if EVEN_D else (row < count)[:, None] & (cols < dim)[None, :]
     ptrs = ptr + row[:, None] * stride + cols[None, :]
     if ADD:
@@ -69,9 +69,9 @@ def _attend(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The online softmax over the key tiles from `first` up to `last`. A query sees keys low <= j < high.
+    """Runs the online softmax over the key tiles in [first, last). A query sees keys low <= j < high.
 
-    acc and total are sums of exp2(s·c − peak)·v and of exp2(s·c − peak).
+    acc accumulates exp2(s·c − peak)·v, and total accumulates exp2(s·c − peak).
     """
     cols = tl.arange(0, q.shape[1])
     row = tl.arange(0, BLOCK_N)
@@ -86,7 +86,7 @@ def _attend(
                 visible = visible & (key[None, :] >= low[:, None])
             s = tl.where(visible, s, float("-inf"))
         higher = tl.maximum(peak, tl.max(s, 1) * scale_log2)
-        # A row that has seen no key yet: exp2(-inf - 0) is 0, where exp2(-inf - -inf) would not be a number.
+        # For a row that has seen no key yet: exp2(-inf - 0) is 0, but exp2(-inf - -inf) would be NaN.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(s * scale_log2 - shift[:, None])
         rescale = tl.exp2(peak - shift)
@@ -120,9 +120,9 @@ def _attend_all(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """acc, peak and total of a tile of queries over the keys in [begin, end), which is where some of them are seen.
+    """Returns acc, peak and total of a tile of queries over the keys in [begin, end), which some of the queries see.
 
-    `position` is where each query stands (see `band`), `first` and `last` the positions of the first and the last one.
+    `position` is the key with which each query is aligned (see `band`); `first` and `last` are its extremes.
     """
     acc = tl.zeros([q.shape[0], q.shape[1]], dtype=tl.float32)
     peak = tl.full([q.shape[0]], float("-inf"), dtype=tl.float32)
@@ -146,7 +146,7 @@ def _attend_all(
 
 @triton.jit
 def _store_statistics(lse_ptr, peak_ptr, total_ptr, at, peak, total, mask):
-    """lse, and for fp32 what it was made of: log2(e)·lse is a rounding apart from the sum, which a huge score shows."""
+    """Stores lse, and for fp32 also peak and total, as the rounding of lse is too large an error for huge scores."""
     tl.store(lse_ptr + at, (peak + tl.log2(total)) * LN_2, mask=mask)
     if peak_ptr is not None:
         tl.store(peak_ptr + at, peak, mask=mask)
@@ -155,10 +155,10 @@ def _store_statistics(lse_ptr, peak_ptr, total_ptr, at, peak, total, mask):
 
 @triton.jit
 def _merge(acc, lse, running_ptr, before, row, cols, stride, dim, EVEN_D: tl.constexpr):
-    """out and lse over the keys of a running attention as well, whose lse is `before`: with L = log(exp(before) +
-    exp(lse)) the sum of exp(before − L)·running and exp(lse − L)·acc. Rows that have seen no key, as those beyond the
-    last, are not read."""
-    top = tl.maximum(before, lse)  # on a GPU of NaN and another number the other
+    """Merges acc and lse with a running attention whose lse is `before`. With L = log(exp(before) + exp(lse)), returns
+    exp(before − L)·running + exp(lse − L)·acc, and L. Rows of `running` that have seen no key are not read, nor those
+    past the last row."""
+    top = tl.maximum(before, lse)  # on a GPU the maximum of NaN and a number is the number
     none = (before == float("-inf")) & (lse == float("-inf"))
     both = tl.exp(before - tl.where(none, 0.0, top)) + tl.exp(lse - tl.where(none, 0.0, top))
     merged = tl.where(none | (top == float("inf")), top, top + tl.log(both))
@@ -216,12 +216,12 @@ def _attention_fwd_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """With running_ptr, fp32, the epilogue merges the tile with that attention over other keys, whose lse it reads and
-    replaces: see `_merge`."""
+    """Computes out and lse of a tile of queries. With running_ptr, fp32, the epilogue merges them with a running
+    attention over other keys, whose lse it reads from lse_ptr and replaces (`_merge`)."""
     tiles = tl.cdiv(queries, BLOCK_M)
     tile, head = _tile_and_head(tl.program_id(0), tiles, all_heads, section)
     if HAS_RIGHT:
-        tile = tiles - 1 - tile  # the longest first: what is left at the end are short ones
+        tile = tiles - 1 - tile  # the longest first: the last wave then has short tiles
     batch = (head // heads).to(tl.int64)
     own = (head % heads).to(tl.int64)
     shared = own // group
@@ -242,7 +242,7 @@ def _attention_fwd_kernel(
         q, k_ptr, v_ptr, first + row, first, last, begin, end, keys, dim, left, right,
         stride_kn * UNIT, stride_vn * UNIT, scale_log2, HAS_LEFT, HAS_RIGHT, EVEN_D, BLOCK_N, PRECISION,
     )  # fmt: skip
-    total = tl.where(total == 0.0, 1.0, total)  # no key seen: the output is 0, and the peak's -inf is that of lse
+    total = tl.where(total == 0.0, 1.0, total)  # no key seen: out is 0, and lse is -inf because peak is
     out = acc / total[:, None]
     at = head.to(tl.int64) * stride_lh + start + row
     here = row < queries - start
@@ -264,9 +264,9 @@ def portable_fwd(
     statistics: torch.Tensor | None,
     running: torch.Tensor | None = None,
 ) -> None:
-    """Writes out [B, Hq, Sq, D], readable, lse [B, Hq, Sq], rows contiguous and all heads at one distance, and unless
-    it is None `statistics` [2, B, Hq, Sq]: the running maximum and sum at the end. There is at least one query. Given
-    `running`, fp32 and readable, out and lse are merged with it and with what lse was."""
+    """Writes out [B, Hq, Sq, D], `readable`, and lse [B, Hq, Sq], with contiguous rows and one stride between heads.
+    Unless it is None, also writes `statistics` [2, B, Hq, Sq]: the final maximum and sum of each row. With `running`,
+    fp32 and `readable`, out and lse are merged with it and with the previous lse. Requires at least one query."""
     peak, total = (None, None) if statistics is None else statistics
     config = configs.pick_fwd_config(*problem.kind())
     unit = problem.unit(out) if running is None else problem.unit(out, running)

@@ -1,11 +1,11 @@
 """The backward in its fused form: p and ds of each tile are computed once and contribute to dQ, dK and dV.
 
-Five GEMMs of 2·D FLOPs per visible pair where the separate form has seven. The cost is dQ. A CTA keeps dk and dv of its
-keys in registers while it loops over the queries, so each tile adds to another part of dQ, to which many CTAs add.
-Without atomics each CTA adds to a dQ of its own: `splits` of them in fp32, splits·4·Hq·Sq·D bytes a batch, whatever Sk
-is, and a second kernel sums them in order. A CTA has every splits-th tile of keys, and reads and writes its dQ once for
-each of them: 8·D bytes against 10·D·BLOCK_N FLOPs a query. With 128 keys that is 160 FLOPs a byte, and with 64 keys 80.
-One NVIDIA H200 has some 700 TFLOP/s for 4.2 TB/s, 167 FLOPs a byte: the traffic can be the limit.
+It takes five GEMMs of 2·D FLOPs per visible pair, where the separate form takes seven. The cost is dQ. A CTA keeps dk
+and dv of its keys in registers and loops over the queries, so many CTAs add to each tile of dQ. To avoid atomics, each
+CTA adds to a partial dQ of its own: `splits` of them in fp32, splits·4·Hq·Sq·D bytes a batch, independent of Sk. A
+second kernel sums them in order. A CTA computes every splits-th tile of keys, and reads and writes its dQ once for each
+of them: 8·D bytes against 10·D·BLOCK_N FLOPs a query. With 128 keys that is 160 FLOPs a byte, and with 64 keys 80. One
+NVIDIA H200 has some 700 TFLOP/s for 4.2 TB/s, 167 FLOPs a byte: memory traffic can be the limit.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def _attention_fused_bwd_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`heads` and `all_heads` are those of the keys. dq_ptr: [splits, B·Hq, padded · ROWS, D], fp32, zeros at first."""
+    """`heads` and `all_heads` count KV heads. dq_ptr: [splits, B·Hq, padded · ROWS, D], fp32, initially zero."""
     padded *= ROWS
-    # CTAs that run together are the splits of one head: they read the same queries at about the same time.
+    # Consecutive CTAs are the splits of one head: they read the same queries at about the same time.
     head = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
     batch, shared = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
@@ -95,7 +95,7 @@ def _attention_fused_bwd_kernel(
     if inverse_ptr is not None:
         inverse_ptr += rows_before
     dq_ptr += (split.to(tl.int64) * all_heads * group * padded + rows_before) * dim
-    # Every splits-th tile: under a causal mask all CTAs get short and long ones.
+    # Every splits-th tile: under a causal mask each CTA then has short and long tiles.
     for start in tl.range(split * BLOCK_N, keys, splits * BLOCK_N, disable_licm=True):
         wide = tl.cast(start, tl.int64)
         k_tile_ptr = k_ptr + wide * stride_kn * UNIT
@@ -111,7 +111,7 @@ def _attention_fused_bwd_kernel(
         dv_tile_ptr = dv_ptr + wide * stride_en * UNIT
         _store_rows(dk_tile_ptr, dk * scale, row, cols, stride_dn * UNIT, keys - start, dim, EVEN_D)
         _store_rows(dv_tile_ptr, dv, row, cols, stride_en * UNIT, keys - start, dim, EVEN_D)
-        # What one thread of this CTA added to dq another one may read for the next tile.
+        # Another thread of this CTA may read the updated dq for the next tile.
         tl.debug_barrier()
 
 
@@ -151,7 +151,7 @@ def _attention_sum_dq_kernel(
 
 
 def fused_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """Writes dq and the first `keys` rows of dk and dv. There is at least one query and one key."""
+    """Writes dq and the first `keys` rows of dk and dv. Requires at least one query and one key."""
     terms = row_terms(problem, saved)
     config = configs.pick_fused_config(*problem.kind())
     tiles = triton.cdiv(problem.keys, config.block_n)
@@ -182,7 +182,7 @@ def fused_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor
 
 
 def _sum_parts(problem: Problem, parts: torch.Tensor, dq: torch.Tensor, block_d: int) -> None:
-    """dq = scale · the sum of the parts, in their order."""
+    """Computes dq = scale · the sum of the partial dQ, added in a fixed order."""
     block_m = max(1, 4096 // block_d)
     unit = problem.unit(dq)
     with torch.cuda.device_of(dq):

@@ -1,8 +1,8 @@
-"""dK and dV of a tile of keys: what the separate and the fused backward have in common, and the kernel of the separate
+"""dK and dV of a tile of keys: device functions of the separate and the fused backward, and the kernel of the separate
 one.
 
-It works on transposed tiles, [keys, queries], so that k and v stay where they are and p and ds are GEMM operands in
-registers. One CTA loops over the query heads that share a key head: their gradients accumulate in registers, without
+Scores are transposed tiles, [keys, queries]: k and v stay in place over the loop, and p and ds are GEMM operands in
+registers. One CTA loops over the query heads that share a KV head: their gradients accumulate in registers, without
 partial sums or atomics.
 """
 
@@ -50,12 +50,12 @@ def _add_key_gradients(
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What the queries of one head from `begin` to `end` contribute to dk and dv of the keys in `key`. With dq_ptr,
-    a matrix of [padded, dim] in fp32, the keys' part of dq is added to that as well.
+    """Adds the contributions of queries `begin` to `end` of one head to dk and dv of the keys in `key`. With dq_ptr,
+    [padded, dim] in fp32, the keys' contribution to dq is added there as well.
 
-    Registers are what is scarce: dk, dv and the two tiles of scores take up all that there are. So in a band every
-    tile is masked (a loop for the edges and one for the rest have two sets of addresses), and what does not change in
-    the loop is computed again in it.
+    Registers are the scarce resource: dk, dv and the two tiles of scores use all of them. So in a band every tile is
+    masked, as separate loops for edge and inner tiles would need two sets of addresses. For the same reason, loop
+    invariants are recomputed in the loop.
     """
     cols = tl.arange(0, k.shape[1])
     row = tl.arange(0, BLOCK_M)
@@ -64,10 +64,10 @@ def _add_key_gradients(
         if dq_ptr is not None:
             dq_ptrs = dq_ptr + wide * dim + row[:, None] * dim + cols[None, :]
             dq_mask = None if EVEN_D else (cols < dim)[None, :]
-            dq = tl.load(dq_ptrs, mask=dq_mask)  # long before it is needed
+            dq = tl.load(dq_ptrs, mask=dq_mask)  # issued early, to hide its latency
         q = _load_rows(q_ptr + wide * stride_qm, row, cols, stride_qm, queries - start, dim, not EVEN_M, EVEN_D)
         if PRECISION == "ieee":
-            # As in the forward, so that both round alike: p would else be off by the last bit of a score.
+            # The same operand order as in the forward, so that scores round alike: else p is off by a score's last bit.
             s = tl.trans(tl.dot(q, tl.trans(k), input_precision=PRECISION))
         else:
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -81,7 +81,7 @@ def _add_key_gradients(
             if HAS_LEFT:
                 p = tl.where(key[:, None] >= (position - left)[None, :], p, 0.0)
         if dq_ptr is not None and not EVEN_N:
-            # Keys that do not exist would spoil dq alone, and only where exp2(-lse) overflows.
+            # Padding keys would corrupt dq only, and only where exp2(-lse) overflows.
             p = tl.where(key[:, None] < keys, p, 0.0)
         dout = _load_rows(dout_ptr + wide * stride_gm, row, cols, stride_gm, queries - start, dim, not EVEN_M, EVEN_D)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
@@ -124,8 +124,8 @@ def _key_gradients(
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk / scale and dv of the tile of keys that begins at `start`, from all queries of all heads of its group. The
-    pointers are to the first of these heads."""
+    """Returns dk / scale and dv of the tile of keys at `start`, from all queries of all query heads of its group. The
+    pointers point to the first of these heads."""
     BLOCK_N: tl.constexpr = k.shape[0]
     dk = tl.zeros([BLOCK_N, k.shape[1]], dtype=tl.float32)
     dv = tl.zeros([BLOCK_N, k.shape[1]], dtype=tl.float32)
@@ -201,9 +201,9 @@ def _attention_dkdv_kernel(
     PRECISION: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """`heads` and `all_heads` are those of the keys. With ADD the results are added to what dk and dv hold."""
+    """`heads` and `all_heads` count KV heads. With ADD the results are added to dk and dv in memory."""
     padded *= ROWS
-    # Under a causal mask the first keys are seen by the most queries, so the longest tiles come first.
+    # Under a causal mask most queries see the first keys, so the longest tiles come first.
     tile, head = _tile_and_head(tl.program_id(0), tl.cdiv(keys, BLOCK_N), all_heads, section)
     batch, shared = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     own = shared * group
@@ -241,7 +241,7 @@ def key_gradients(
     dv: torch.Tensor,
     add: bool = False,
 ) -> None:
-    """Writes the first `keys` rows of dk and dv, or adds to them. There is at least one key and one query."""
+    """Writes the first `keys` rows of dk and dv, or adds to them. Requires at least one key and one query."""
     config = configs.pick_dkdv_config(*problem.kind())
     unit = problem.unit(dout, dk, dv)
     with torch.cuda.device_of(problem.q):

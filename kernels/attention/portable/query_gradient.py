@@ -1,4 +1,4 @@
-"""dQ of a tile of queries, by a loop over the keys that it sees: one of the two kernels of the separate backward."""
+"""dQ of a tile of queries, in a loop over the visible keys: one of the two kernels of the separate backward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _add_query_gradient(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What the key tiles from `first` up to `last` contribute to dq. A query sees keys low <= j < high."""
+    """Adds the contribution of the key tiles in [first, last) to dq. A query sees keys low <= j < high."""
     cols = tl.arange(0, q.shape[1])
     row = tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, disable_licm=True):
@@ -107,7 +107,7 @@ def _attention_dq_kernel(
     PRECISION: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """With ADD the result is added to what dq holds."""
+    """Computes dq of a tile of queries. With ADD it is added to dq in memory."""
     tiles = tl.cdiv(queries, BLOCK_M)
     tile, head = _tile_and_head(tl.program_id(0), tiles, all_heads, section)
     if HAS_RIGHT:
@@ -137,7 +137,7 @@ def _attention_dq_kernel(
     low, high = _bounds(first + row, keys, left, right, HAS_LEFT, HAS_RIGHT)
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     if PRECISION == "ieee":
-        # fp32 is masked throughout: with two loops the rows of q and dout that a thread holds are too many.
+        # fp32 has one loop, masked throughout: two loops would need too many registers for rows of q and dout.
         outer = begin
     else:
         if HAS_LEFT:
@@ -158,7 +158,7 @@ def _attention_dq_kernel(
 
 
 def query_gradient(problem: Problem, dout: torch.Tensor, terms: RowTerms, dq: torch.Tensor, add: bool = False) -> None:
-    """Writes dq, or adds to it. There is at least one query."""
+    """Writes dq, or adds to it. Requires at least one query."""
     config = configs.pick_dq_config(*problem.kind())
     unit = problem.unit(dout, dq)
     with torch.cuda.device_of(problem.q):

@@ -1,10 +1,10 @@
 """The forward for few queries and many keys: split-K over the keys of a head, and a second kernel that combines the
-results. (Dao et al. 2023, Flash-Decoding; the formula is the online softmax's.)
+results. (Dao et al. 2023, Flash-Decoding; the formula is that of the online softmax.)
 
     m = max m_s        l = Σ exp2(m_s − m)·l_s        out = Σ exp2(m_s − m)·acc_s / l          over the splits s
 
-Decoding, Q = 1, is bound by memory: at H8 D64 and 200 000 keys k and v are 410 MB, 96 µs at the 4254 GB/s of a copy on
-one NVIDIA H200. So the query heads that share a key head are packed into one tile, and k and v are read once for all of
+Decoding, Q = 1, is bound by memory: at H8 D64 and 200 000 keys, k and v are 410 MB, 96 µs at the 4254 GB/s of a copy on
+one NVIDIA H200. So the query heads that share a KV head are packed into one tile, and k and v are read once for all of
 them: row r of a tile is query r // group of head r % group.
 """
 
@@ -57,13 +57,13 @@ def _attention_split_fwd_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """part: [B·Hkv, splits, group·Sq, D], sums that are not yet normalised; peak and total without D. `heads` are those
-    of the keys; keys_per_split is a multiple of BLOCK_N."""
+    """Writes part [B·Hkv, splits, group·Sq, D], accumulators that are not yet normalised, and peak and total, the same
+    without D. `heads` counts KV heads; keys_per_split is a multiple of BLOCK_N."""
     rows = queries * group
     tiles = tl.cdiv(rows, BLOCK_M)
     if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()  # CTAs that combine may start when all of these have, and wait there
-    # CTAs that run together have the same split of one head, if there is more than one tile of queries.
+        tl.extra.cuda.gdc_launch_dependents()  # the combine kernel may start once all these CTAs have; it then waits
+    # Consecutive CTAs compute the query tiles of the same split of one head.
     tile = tl.program_id(0) % tiles
     split = tl.program_id(0) // tiles % splits
     head = tl.program_id(0) // tiles // splits
@@ -117,8 +117,8 @@ def _attention_combine_kernel(
     BLOCK_S: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A CTA for each row, which reads BLOCK_S parts at a time: one after the other each would wait for memory.
-    `heads` are those of the keys."""
+    """Combines the splits, one row per CTA. It reads BLOCK_S splits at a time, to overlap their memory latency.
+    `heads` counts KV heads."""
     rows = queries * group
     head = tl.program_id(0) // rows
     row = tl.program_id(0) % rows
@@ -130,7 +130,7 @@ def _attention_combine_kernel(
     total = tl.zeros([1], dtype=tl.float32)
     acc = tl.zeros([BLOCK_D], dtype=tl.float32)
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()  # until the parts are written
+        tl.extra.cuda.gdc_wait()  # until the split kernel has written its results
     for start in range(0, splits, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
         at = first + split.to(tl.int64) * rows
@@ -156,7 +156,7 @@ def _attention_combine_kernel(
 def split_fwd(
     problem: Problem, out: torch.Tensor, lse: torch.Tensor, statistics: torch.Tensor | None, splits: int
 ) -> None:
-    """As `portable_fwd`, with split-K over the keys, in `splits` splits or fewer."""
+    """Computes the same as `portable_fwd`, with split-K over the keys, in at most `splits` splits."""
     rows, heads = problem.queries * problem.group, problem.all_kv_heads
     config = configs.pick_split_config(rows, *problem.kind())
     keys_per_split = triton.cdiv(triton.cdiv(problem.keys, splits), config.block_n) * config.block_n
@@ -166,7 +166,7 @@ def split_fwd(
     part_total = torch.empty_like(part_peak)
     peak, total = (None, None) if statistics is None else statistics
     unit = problem.unit()
-    # Programmatic dependent launch: the second kernel is under way before the first one ends.
+    # Programmatic dependent launch: the second kernel starts before the first one ends.
     overlap = problem.capability() >= (9, 0)
     with torch.cuda.device_of(out):
         _attention_split_fwd_kernel[(triton.cdiv(rows, config.block_m) * splits * heads,)](

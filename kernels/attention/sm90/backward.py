@@ -3,8 +3,8 @@
 Three launches: preprocess (delta and lse of each query, zeros for dQ), the main kernel, and postprocess, which casts
 dQ. Where key blocks of the last wave are split over CTAs, a fourth adds up their partial dK and dV. The schedule
 (configs/backward.py) says which of these are left out. With ROLES, CTAs of the main launch preprocess and postprocess
-some heads while others multiply. With CTA_PER_KV_HEAD the main kernel casts dQ. With SINGLE_BLOCK it does everything,
-and its workspace is the partial dK and dV alone.
+some heads while others run the main loop. With CTA_PER_KV_HEAD the main kernel casts dQ. With SINGLE_BLOCK it computes
+everything, and its workspace is only the partial dK and dV.
 
 Workspace: fp32 dQ, 4·D bytes per query and head, and 8 bytes per query and head for lse and delta.
 CTAs add to that dQ in no fixed order: dQ is deterministic only where one CTA computes all of it; dK and dV always are.
@@ -26,14 +26,15 @@ from . import cuda_driver, roles
 from .cuda_driver import TensorMap, address, tensor_map
 
 Backward = Callable[..., None]
-SHARED_BYTES = 227 * 1024  # all that a CTA can have: tiles of 80 queries need it, and two CTAs never fit
-WARP_ROWS = 16  # that a warp of the main kernel stores at a time: of dq, and with CTA_PER_KV_HEAD of dk and dv
+SHARED_BYTES = 227 * 1024  # the most that a CTA can have: tiles of 80 queries need it, and two CTAs never fit an SM
+WARP_ROWS = 16  # rows that a warp of the main kernel stores at a time: of dq, and with CTA_PER_KV_HEAD of dk and dv
 NAMES = tuple(f"attention_cuda_bwd{part}" for part in ("", "_preprocess", "_postprocess", "_sum_shares"))
 DETERMINISTIC = (Schedule.SINGLE_BLOCK, Schedule.CTA_PER_KV_HEAD)  # one CTA computes all of a tile's dQ
 
 
 class Described(NamedTuple):
-    """Problem of backward_work.cuh; the first four are addresses, which change from call to call."""
+    """The fields of struct Problem of backward_work.cuh. The first four are addresses, which change from call to
+    call."""
 
     dq_sum: int
     lse2: int
@@ -62,7 +63,8 @@ _SUM_SHARES = f"{ROWS}{ROWS}{DESCRIBED}"
 
 
 class Sizes(NamedTuple):
-    """Tiles of queries of a head and their rows, key blocks of a head, and all key blocks that are not split."""
+    """Tiles of queries per head and their rows, key blocks per head, and the number of key blocks that are not
+    split."""
 
     m_tiles: int
     padded: int
@@ -95,7 +97,7 @@ class Workspace(NamedTuple):
 
 
 def helper_rows(tile: int) -> int:
-    """Rows of a CTA of the other kernels; as HELPER_ROWS in the source."""
+    """Returns the rows per CTA of preprocess and postprocess; as HELPER_ROWS in the source."""
     return tile if tile % 64 else 64
 
 
@@ -112,13 +114,13 @@ def configuration(problem: Problem) -> CudaBackwardConfig:
 
 
 def cuda_bwd_is_deterministic(problem: Problem) -> bool:
-    """Whether dQ is deterministic, as dK and dV are."""
+    """Returns whether dQ is deterministic; dK and dV always are."""
     return configuration(problem).schedule in DETERMINISTIC
 
 
 def cuda_bwd_plan(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Backward:
-    """Writes dq, and the rows of dk and dv that count, given (q, k, v, out, lse, dout, dlse, dq, dk, dv) like those of
-    a problem that has no `cuda_unsupported_reason`."""
+    """Returns a function of (q, k, v, out, lse, dout, dlse, dq, dk, dv), which must have the signatures of these. It
+    writes dq and the first `keys` rows of dk and dv. The problem has no `cuda_unsupported_reason`."""
     config = configuration(problem)
     schedule, causal, device = config.schedule, problem.right == 0, problem.q.device
     sizes = Sizes.of(problem, config)
@@ -180,7 +182,7 @@ def cuda_bwd_plan(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Te
             role_pointers = roles.pointers(plan, lse_at, dlse_at, counters.data_ptr())
             launches.main(*made[:6], *described, *made[6:], *role_pointers, *role_numbers)
         else:
-            launches.main(*made[:6], *described, *(made[6:] or made[:2]))  # without dq and out, which are not read
+            launches.main(*made[:6], *described, *(made[6:] or made[:2]))  # without maps of dq and out: any two, unread
         if launches.sum_shares is not None:
             launches.sum_shares(dv_at, *rows[2], dk_at, *rows[1], *described)
         if launches.postprocess is not None:
@@ -192,14 +194,14 @@ def cuda_bwd_plan(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Te
 
 
 class _Launches(NamedTuple):
-    """The launches of a backward, in their order; None for those that its schedule leaves out."""
+    """The launches of a backward, in order; None for those that its schedule leaves out."""
 
     preprocess: cuda_driver.Launch | None
     main: cuda_driver.Launch
     sum_shares: cuda_driver.Launch | None
     postprocess: cuda_driver.Launch | None
     ctas: int  # of the main launch
-    items: int  # that these CTAs compute
+    items: int  # work items of these CTAs: blocks of keys, or splits of blocks
 
     @classmethod
     def of(cls, problem: Problem, config: CudaBackwardConfig, sizes: Sizes) -> _Launches:
@@ -221,7 +223,7 @@ class _Launches(NamedTuple):
             return cuda_driver.Launch(device, handle, ctas, 256, 0, layout)
 
         helpers = problem.all_heads * (sizes.padded // helper_rows(config.queries))
-        sums = config.shared * KEYS * problem.dim // (2 * 256)  # 4 numbers of dv or of dk a thread
+        sums = config.shared * KEYS * problem.dim // (2 * 256)  # CTAs: a thread sums 4 elements of dv or of dk
         before = schedule not in (Schedule.SINGLE_BLOCK, Schedule.ROLES)
         after = schedule in (Schedule.CTA_PER_BLOCK, Schedule.PERSISTENT)
         return cls(
@@ -245,7 +247,7 @@ def defines_of(problem: Problem, config: CudaBackwardConfig) -> tuple[str, ...]:
 
 
 def numbers_of(problem: Problem, config: CudaBackwardConfig, sizes: Sizes, shift: int) -> tuple[float, ...]:
-    """Described without its addresses. Under a mask query i sees keys up to i + shift."""
+    """Returns the fields of Described without the addresses. Under a mask query i sees keys up to i + shift."""
     return (
         problem.queries,
         problem.keys,
@@ -265,8 +267,8 @@ def numbers_of(problem: Problem, config: CudaBackwardConfig, sizes: Sizes, shift
 
 
 def _maps(problem: Problem, config: CudaBackwardConfig, *tensors: torch.Tensor) -> list[TensorMap]:
-    """Of q, dout, k, v, dk, dv, dq and out, as far as the schedule uses them. `tensors`: q, k, v, dout, out, dq, dk and
-    dv, none of them expanded."""
+    """Returns tensor maps of q, dout, k, v, dk, dv, dq and out, as far as the schedule uses them. `tensors`: q, k, v,
+    dout, out, dq, dk and dv, none of them expanded."""
     q, k, v, dout, out, dq, dk, dv = tensors
     tile, schedule = config.queries, config.schedule
     maps = [tensor_map(x, problem.queries, tile) for x in (q, dout)]

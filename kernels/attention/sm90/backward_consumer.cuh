@@ -6,11 +6,11 @@
 struct Consumer {
     u32 base;
     int lane, warp, wg;   // warp: of the warp group wg
-    u32 k_rows, v_rows;   // of the group's 64 keys
+    u32 k_rows, v_rows;   // addresses of the 64 keys of the warp group
     u32 pairs;            // offset of this lane's columns in a row of lse or delta
     u32 ds_store;         // where this lane stores dS^T, transposed
-    u32 ds_rows, dq_keys;  // operands of dQ
-    u32 dq_fragment;      // the warp's part of dQ, from which it is stored
+    u32 ds_rows, dq_keys;  // wgmma operands of dQ
+    u32 dq_fragment;      // the warp's staging buffer for its part of dQ
 
     DEVICE explicit Consumer(u32 base) : base(base), lane(threadIdx.x % 32), warp(threadIdx.x / 32 % 4) {
         wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // warp-uniform, for the compiler
@@ -41,7 +41,7 @@ DEVICE void hide(const Consumer& me, const Problem& p, float (&s)[BM / 2], int f
         const int key = first_key + me.warp * 16 + me.lane / 4;  // and key + 8
         int shift = CAUSAL ? key - p.shift - tile_index(me.base, slot) * BM : 0;
         int pair = me.lane % 4 * 2;
-        float hidden = p.scale > 0 ? -INFINITE : INFINITE;  // it is scaled later
+        float hidden = p.scale > 0 ? -INFINITE : INFINITE;  // scores are multiplied by the scale later
         int limit0 = key < p.keys ? shift : BM, limit1 = key + 8 < p.keys ? shift + (CAUSAL ? 8 : 0) : BM;
         mask(s, limit0 - pair, limit1 - pair, hidden);
     }
@@ -230,7 +230,7 @@ DEVICE void consume(const KeyGradients& dk_map, const KeyGradients& dv_map, cons
     const int first = now.tiles, end = first + w.tiles;
     int at = place(), at_before = SCHEDULE == CTA_PER_KV_HEAD ? -1 : at;
     softmax(first);
-    if (SCHEDULE == CTA_PER_KV_HEAD) {  // what the previous block has added to sums is complete
+    if (SCHEDULE == CTA_PER_KV_HEAD) {  // waits until dQ of the previous block has been added
         if (me.lane == 0) bulk_wait();
         __syncwarp();
     }

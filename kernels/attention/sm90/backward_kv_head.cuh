@@ -76,7 +76,7 @@ DEVICE void produce_kv_head(const TensorMap& q_map, const TensorMap& do_map, con
     }
 }
 
-DEVICE u32 consumer() { return threadIdx.x / 32 - 4; }  // of 8 warps
+DEVICE u32 consumer() { return threadIdx.x / 32 - 4; }  // index of this warp among the 8 consumer warps
 DEVICE u32 dq_fragment(u32 base) { return base + DQ_AT + consumer() * FRAGMENT_BYTES; }
 DEVICE float* sum_fragment(const Problem& p, int place) {
     return p.dq_sum + (long long)(place >> 1) * (BM * D) + consumer() * FRAGMENT;

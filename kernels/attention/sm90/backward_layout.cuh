@@ -22,8 +22,8 @@ static_assert(!ACCUMULATE || SCHEDULE == CTA_PER_BLOCK, "the one schedule that h
 
 constexpr int D = HEAD_DIM;
 constexpr bool CAUSAL = IS_CAUSAL;
-constexpr int BM = QUERIES;             // queries of a tile: S and dP need BM registers beside dk's and dv's D
-constexpr bool TIGHT = BM == 80;        // no registers are left for dQ beside S, dP, dk and dv
+constexpr int BM = QUERIES;             // queries of a tile: S and dP take BM registers, and dk and dv take D
+constexpr bool TIGHT = BM == 80;        // S, dP, dk and dv leave no registers for dQ
 constexpr bool DQ_TRANSPOSED = BM % 64 != 0;  // dQ^T = K^T dS: the rows of a wgmma are 64
 constexpr int DQ_REGISTERS = DQ_TRANSPOSED ? BM / 2 : 32;
 constexpr int BN = 128;                 // keys of a block
@@ -32,7 +32,7 @@ constexpr int Q_STAGES = TIGHT || SCHEDULE == SINGLE_BLOCK || (SCHEDULE == PERSI
 constexpr int DO_STAGES = 2;
 constexpr int CONSUMER_WARPS = 8;
 constexpr int KEYS_DONE = 1, ROWS_WRITTEN = 2, PING_PONG = 4;  // named barriers; the last two have one for each group
-constexpr int FRAGMENT = BM * D / CONSUMER_WARPS;  // values of dq that one warp computes of one tile
+constexpr int FRAGMENT = BM * D / CONSUMER_WARPS;  // elements of a tile of dq that one warp computes
 constexpr u32 FRAGMENT_BYTES = FRAGMENT * (SCHEDULE == SINGLE_BLOCK ? 2 : 4);
 
 // Offsets in shared memory, in bytes. Matrices first, each a multiple of 1024 bytes.
@@ -40,8 +40,8 @@ constexpr u32 Q_SLAB = BM * 128, K_SLAB = BN * 128;
 constexpr u32 Q_BYTES = SLABS * Q_SLAB, K_BYTES = SLABS * K_SLAB, DS_BYTES = 2 * BM * 128;
 constexpr u32 K_AT = 0, V_AT = K_AT + (SCHEDULE == PERSISTENT ? 2 : 1) * K_BYTES, Q_AT = V_AT + K_BYTES;
 constexpr u32 DO_AT = Q_AT + Q_STAGES * Q_BYTES, DS_AT = DO_AT + DO_STAGES * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
-constexpr u32 OUT_AT = DQ_AT + CONSUMER_WARPS * FRAGMENT_BYTES;  // beside dout, with SINGLE_BLOCK
-constexpr u32 ROWS_BYTES = 16 * 128, CAST_AT = OUT_AT;  // of 16 rows of a slab; for each warp, with CTA_PER_KV_HEAD
+constexpr u32 OUT_AT = DQ_AT + CONSUMER_WARPS * FRAGMENT_BYTES;  // tiles of out, with SINGLE_BLOCK
+constexpr u32 ROWS_BYTES = 16 * 128, CAST_AT = OUT_AT;  // 16 rows of a slab; a buffer per warp, with CTA_PER_KV_HEAD
 constexpr u32 LSE_AT = OUT_AT + (SCHEDULE == SINGLE_BLOCK      ? DO_STAGES * Q_BYTES
                                  : SCHEDULE == CTA_PER_KV_HEAD ? CONSUMER_WARPS * ROWS_BYTES
                                                                : 0);

@@ -20,7 +20,7 @@
 #if SCHEDULE == PERSISTENT
 static_assert(BM == (D == 64 ? 128 : 64), "shared memory has room for two blocks of keys");
 
-constexpr u32 K_OTHER = K_BYTES;  // from one buffer of K to the other
+constexpr u32 K_OTHER = K_BYTES;  // offset between the two buffers of K
 constexpr u32 ITEMS = 4;          // the producer is up to three ahead of the one whose dK and dV are stored
 constexpr u32 K2_FULL = (SHARED_END + 15) / 16 * 16, K2_EMPTY = K2_FULL + 16, V1_EMPTY = K2_EMPTY + 16;
 constexpr u32 ITEM_FULL = V1_EMPTY + 16, ITEM_AT = ITEM_FULL + 8 * ITEMS;
@@ -76,7 +76,7 @@ DEVICE void produce_persistent(const TensorMap& q_map, const TensorMap& do_map, 
         }
         n++;
     }
-    store_words(item_slot(base, n), 0, 0, 0, 0);  // an item without tiles is the end
+    store_words(item_slot(base, n), 0, 0, 0, 0);  // an item without tiles marks the end
     publish_item();
 }
 
@@ -137,8 +137,8 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
     Ring<Q_STAGES> q;
     Ring<DO_STAGES> g;
     u32 n = 0;      // the item of the scores, counted from this CTA's first
-    int first_key;  // of that item
-    int left;       // its remaining tiles, with this one
+    int first_key;  // first key of that item
+    int left;       // its remaining tiles, including this one
     bool diagonal;  // whether the diagonal crosses the tile that `place` returned
 
     auto release = [&](u32 bar) {
@@ -179,7 +179,7 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
         if (tail || (CAUSAL && diagonal)) {
             const int key = first + warp * 16 + lane / 4;  // and key + 8
             int shift = CAUSAL ? key - p.shift - tile_index(base, q.slot) * BM : 0, pair = CAUSAL ? lane % 4 * 2 : 0;
-            float hidden = p.scale > 0 ? -INFINITE : INFINITE;  // it is scaled later
+            float hidden = p.scale > 0 ? -INFINITE : INFINITE;  // scores are multiplied by the scale later
             int limit0 = key < p.keys ? shift : BM, limit1 = key + 8 < p.keys ? shift + (CAUSAL ? 8 : 0) : BM;
             mask(s, limit0 - pair, limit1 - pair, hidden);
         }

@@ -46,10 +46,10 @@ struct Round { int start, preprocesses, others, stride, multiplies_from, preproc
 
 struct Roles {
     const float *lse, *dlse;  // [B * Hq, queries]; dlse may be null
-    u32 *ready, *done;        // of each span: CTAs that have preprocessed, and consumer warps that have multiplied
+    u32 *ready, *done;        // per span: CTAs that have preprocessed, and consumer warps that have multiplied
     int* drawn;               // the next logical index; as `ready` and `done` it is 0 before the launch
-    int span, spans;          // KV heads of a span
-    int chunk, chunks, end_chunk, end_chunks;  // tiles of a CTA, CTAs of a query head; those at the ends
+    int span, spans;          // KV heads per span, number of spans
+    int chunk, chunks, end_chunk, end_chunks;  // tiles per CTA, CTAs per query head; the same for first and last span
     Round round[MOST_ROUNDS];  // computed by the host, as it would delay each CTA
 };
 
@@ -131,11 +131,11 @@ DEVICE void init_stages(u32 base) {
 }
 
 constexpr int THREADS = 384;
-constexpr u32 SUM_BYTES = BM * D * 4;  // of a tile
+constexpr u32 SUM_BYTES = BM * D * 4;  // of a tile of fp32 dQ
 constexpr u32 ZEROS_AT = DQ_AT;
 constexpr int PAIR_STAGES = ZEROS_AT / (2 * Q_BYTES), SUM_STAGES = LSE_AT / SUM_BYTES;
 constexpr u32 DELTAS_AT = PAIR_STAGES * 2 * Q_BYTES;
-constexpr int ROWS_EACH = 3, MOST_ROWS = ROWS_EACH * THREADS;  // of a chunk
+constexpr int ROWS_EACH = 3, MOST_ROWS = ROWS_EACH * THREADS;  // rows of a chunk, per thread and in all
 static_assert(DELTAS_AT + MOST_ROWS * 4 <= ZEROS_AT && ZEROS_AT + SUM_BYTES <= BAR_AT, "buffers, deltas and zeros");
 static_assert(SUM_STAGES * SUM_BYTES <= BAR_AT && SUM_STAGES <= 16 && PAIR_STAGES <= 16, "the circular buffer of sums");
 
@@ -253,7 +253,7 @@ DEVICE void postprocess_span(const TensorMap& dq_map, const Problem& p, const Ro
         fence_async();
         __syncthreads();
         if (threadIdx.x == 0) {
-            bulk_wait_read();  // of the previous tile, whose stage is free now
+            bulk_wait_read();  // for the store of the previous tile, whose stage is free then
             if (i > 0 && i - 1 + SUM_STAGES < chunk.tiles) load(i - 1 + SUM_STAGES);
             for (int part = 0; part < SLABS; part++)
                 store_box(dq_map, tile + part * Q_SLAB, part * 64, (chunk.first + i) * BM, head, batch);

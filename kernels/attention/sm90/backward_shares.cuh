@@ -8,7 +8,7 @@ constexpr int SHARES_AT_ONCE = 8;
 
 struct ShareSum {
     Rows to;
-    int batch, head, key, column;  // of upper; lower is 8 keys on
+    int batch, head, key, column;  // position of `upper`; `lower` is 8 keys further
     float upper[2], lower[2];      // two columns
 };
 
@@ -17,7 +17,7 @@ struct ShareSum {
 // fragments: the last 4 are two columns of a row and the same columns of the row 8 below it. Returns false if the upper
 // row is past the last key, as is the lower row then. If it returns true, the lower row may still be past it.
 DEVICE bool sum_share(const Rows& dv, const Rows& dk, const Problem& p, ShareSum& result) {
-    constexpr int CTAS = BN * D / 4 / 256;  // for a block's dv or dk
+    constexpr int CTAS = BN * D / 4 / 256;  // per block, for dv and for dk each
     int odd = blockIdx.x % 2, slot = blockIdx.x / (2 * CTAS), index = p.unshared + slot, all = index / p.n_blocks;
     int unit = blockIdx.x / 2 % CTAS * 256 + threadIdx.x, fragment = unit % (4 * D);
     int key = index % p.n_blocks * BN + unit / (4 * D) * 16 + fragment / 4 % 8;

@@ -52,7 +52,7 @@ DEVICE void produce_single(const TensorMap& q_map, const TensorMap& do_map, cons
 DEVICE void preprocess_tiles(const Problem& p, const Work& w, u32 base) {
     const int first_head = (w.batch * p.kv_heads + w.head) * p.group, end = w.begin + w.tiles;
     u32 count = 0;
-    auto slot = [&] {  // computed where it is used, as of_query's address: there are 24 registers
+    auto slot = [&] {  // recomputed at each use, as is the address in of_query: a thread has 24 registers
         u32 x = count;
         anew(x);
         return x % DO_STAGES;

@@ -5,8 +5,8 @@ struct Rows { const void* at; long long batch, head, row; };  // a tensor [B, H,
 
 struct Problem {
     float* dq_sum;       // [B * Hq, m_tiles, BM * D], in the order of the consumers' accumulator fragments
-    const float* lse2;   // [B * Hq, m_tiles * BM], log2(e) * lse; +inf where a query sees nothing or does not exist
-    const float* delta;  // the same shape; 0 there. With SINGLE_BLOCK these are lse and dlse (or null), [B * Hq, queries]
+    const float* lse2;   // [B * Hq, m_tiles * BM], log2(e) * lse; +inf for queries that see no key, and for padding
+    const float* delta;  // same shape; 0 there. With SINGLE_BLOCK these are lse and dlse (or null), [B * Hq, queries]
     float* parts;        // [blocks - unshared, splits, 2, 128 * D]: partial dV and dK of split blocks, in that order
     int queries, keys, m_tiles, n_blocks, kv_heads, group, all_kv_heads, section, unshared, splits, alternate;
     int shift;  // with CAUSAL, query i sees keys up to i + shift
@@ -26,7 +26,7 @@ DEVICE int first_tile(const Problem& p, int first_key) {
 // a mask, each block from `unshared` on, a last wave that would leave most SMs idle, is split over `splits` CTAs.
 struct Work {
     int head, batch, first_key, low, begin, tiles, part;  // `part`: index in `parts` of its partial dV and dK, or -1
-    int ahead;                                            // tiles that come last, not first
+    int ahead;                                            // number of first tiles that are moved to the end
     bool down;                                            // from the last queries to the first
 
     DEVICE explicit Work(const Problem& p, int cta = blockIdx.x) {
@@ -58,7 +58,7 @@ struct Work {
 // The loop over tiles of queries, with all query heads of the group at each: CTAs of one KV head then read the same
 // queries.
 struct Tile {
-    int m, all_heads, g;  // `all_heads`: index of this query head over all batches, `g`: in its group
+    int m, all_heads, g;  // `all_heads`: index of this query head over all batches; `g`: its index in the group
 
     DEVICE Tile(const Work& w, const Problem& p) {
         int i = w.begin / p.group;

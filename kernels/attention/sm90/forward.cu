@@ -35,7 +35,7 @@
 
 #include "forward_ptx.cuh"
 
-constexpr int ROWS = 64;                       // of queries for each consumer: one wgmma is 64 rows high
+constexpr int ROWS = 64;                       // queries per consumer: M of a wgmma is 64
 constexpr int PANELS = HEAD_DIM / 64;          // 64 elements are a row of TMA's 128-byte swizzle
 constexpr int BLOCK_M = ROWS * CONSUMERS;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -299,11 +299,11 @@ DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& 
     for (int r = 0; r < 2; r++) {
         int row = first_row + lane / 4 + 8 * r;
         float sum = quad_sum(rows.sum[r]);
-        bool none = sum == 0.0f;  // and not NaN: no key was seen
+        bool none = sum == 0.0f;  // no key was seen (a NaN sum is not 0)
         float factor = none ? 0.0f : 1.0f / sum;
         const bool inside = (u32)row < (u32)a.num_q;
         float lse = none ? NEGATIVE_INFINITY : (rows.scaled[r] + __log2f(sum)) * 0.6931471805599453f;
-        if (rows.max[r] == -NEGATIVE_INFINITY) lse = rows.max[r];  // as PyTorch has it, though out is NaN
+        if (rows.max[r] == -NEGATIVE_INFINITY) lse = rows.max[r];  // +inf as in PyTorch, though out is NaN
         if (lane % 4 == 0 && inside) a.lse[(u64)all_head * a.num_q + row] = lse;
 #pragma unroll
         for (int i = 2 * r; i < O_REGS; i += 16) {
@@ -317,7 +317,7 @@ DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& 
 }
 #endif
 
-struct Consumer {  // of a warp
+struct Consumer {  // state of a consumer warp
     u32 smem, bars;
     int number, warp, lane;
     bool leader;  // the lane that arrives on mbarriers
@@ -329,7 +329,7 @@ DEVICE void skip(const Consumer& me, Ring& ring, int blocks, int turns) {
         if (PING_PONG && j < turns) { ping_pong_wait(me.number); ping_pong_arrive(me.number); }
         bar_wait(me.bars + 8 * (K_FULL + ring.slot), ring.phase);
         bar_wait(me.bars + 8 * (V_FULL + ring.slot), ring.phase);
-        __syncwarp();  // a lane that still waits would miss this phase once the slot is given back
+        __syncwarp();  // a lane that still waits would miss this phase once the stage is released
         if (me.leader) bar_arrive(me.bars + 8 * (K_EMPTY + ring.slot));
         if (me.leader) bar_arrive(me.bars + 8 * (V_EMPTY + ring.slot));
     }
@@ -350,7 +350,7 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
     // Otherwise the compiler hoists the last block's mask out of the loop over tiles, and spills it.
     asm volatile("" : "+r"(limit0), "+r"(limit1));
     Rows rows = {{NEGATIVE_INFINITY, NEGATIVE_INFINITY}, {0.0f, 0.0f}, {0.0f, 0.0f}, {1.0f, 1.0f}};
-    if (Q_REGISTERS) {  // the producer may then load the next tile's queries, once these have been read
+    if (Q_REGISTERS) {  // releases the queries early: the producer may load those of the next tile
         load_queries(q, me.smem + buffer * Q_BYTES, me.warp, me.lane);
         fence_async();
         fence_reads();

@@ -13,8 +13,8 @@ from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
 SLACK = 8.0  # a row's maximum is not updated while no score exceeds it by more than this (base-2 logarithm)
-UNREORDERED_HEADS = 3 / 8  # of the heads, without a mask, keep their partial row blocks in place, not at the end
-SHORT = 16, 1024  # up to so many tiles a CTA, and keys: static schedule, as a counter needs a launch to zero it
+UNREORDERED_HEADS = 3 / 8  # without a mask, this part of the heads has its partial row blocks in place, not at the end
+SHORT = 16, 1024  # up to so many tiles per CTA, and keys: static schedule, as a counter needs a launch to zero it
 
 
 # Three tensor maps and forward.cu's Problem: lse, out and its strides, the counter, two floats, nine integers. With
@@ -23,24 +23,26 @@ _LAYOUT, _CARRY_LAYOUT = "MMM(PPqqqPffiiiiiiiii)", "MMM(PPqqqPffiiiiiiiiiPqqqq)"
 
 
 def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
-    """Why the kernels in CUDA C++ cannot run a problem with these other tensors of its layout, or None."""
+    """Returns why the kernels in CUDA C++ cannot run a problem with these other tensors in q's dtype, or None."""
     if problem.dim not in (64, 128):
         return f"it supports head dimensions 64 and 128, not {problem.dim}"
     return tma_unsupported_reason(problem, *others) or cuda_driver.no_compiler()
 
 
 def cuda_fwd_plan(problem: Problem, out: torch.Tensor) -> Callable[..., None]:
-    """Writes out and lse, given (q, k, v, out, lse) like those of a problem without `cuda_unsupported_reason`."""
+    """Returns a function of (q, k, v, out, lse), which must have the signatures of these. It writes out and lse. The
+    problem has no `cuda_unsupported_reason`."""
     return _plan(problem, problem.keys - problem.queries, out, 0, _LAYOUT)
 
 
 def cuda_partial_fwd_plan(
     problem: Problem, shift: int, out: torch.Tensor, lse: torch.Tensor, result: torch.Tensor | None
 ) -> Callable[..., None]:
-    """Merges the attention to a block of keys with a running one, given (q, k, v, out, lse, result) like these, of a
-    problem without `cuda_unsupported_reason`. With a mask (problem.right is 0) query i sees keys up to i + shift, and
-    the last query all or more. out: fp32, rows of D contiguous, 8-byte boundaries; lse: [B, Hq, queries], rows
-    contiguous, all heads at one distance; result: as `out` of `cuda_fwd_plan`, or None."""
+    """Returns a function of (q, k, v, out, lse, result), which must have the signatures of these. It merges attention
+    over a block of keys into a running attention. The problem has no `cuda_unsupported_reason`. With a mask
+    (problem.right is 0) query i sees keys up to i + shift, and the last query sees all. out: fp32, rows of D
+    contiguous, 8-byte aligned; lse: [B, Hq, queries], rows contiguous, one head stride; result: as `out` of
+    `cuda_fwd_plan`, or None."""
     written = out if result is None else result
     start = _plan(problem, shift, written, 1 if result is None else 2, _CARRY_LAYOUT)
     strides = (*out.stride()[:3], head_stride(lse))
@@ -59,8 +61,8 @@ def cuda_partial_fwd_plan(
 
 
 def _plan(problem: Problem, shift: int, out: torch.Tensor, carry: int, layout: str) -> Callable[..., None]:
-    """Launches the kernel, given (q, k, v, out, lse) and the values of the layout beyond `_LAYOUT`'s. `carry` as CARRY
-    in forward.cu."""
+    """Returns a function that launches the kernel, given (q, k, v, out, lse) and the parameters that `layout` has in
+    addition to `_LAYOUT`. `carry`: CARRY in forward.cu."""
     q, k, v = (unexpanded(x) for x in (problem.q, problem.k, problem.v))
     expanded = q is not problem.q or k is not problem.k or v is not problem.v
     dim, causal = problem.dim, problem.right == 0
@@ -123,7 +125,7 @@ def _defines(problem: Problem, config: configs.CudaConfig, carry: int) -> tuple[
 
 
 def shared_bytes(dim: int, config: configs.CudaConfig) -> int:
-    """Of a CTA: queries, circular buffers of keys and values, mbarriers, and the index of the next tile."""
+    """Returns the shared memory of a CTA: queries, circular buffers of keys and values, mbarriers, next tile index."""
     queries = config.consumers * config.q_buffers
     barriers = 2 * queries + 4 * config.stages + 2
     return 2 * dim * (ROWS * queries + 2 * config.block_n * config.stages) + 8 * barriers + 8

@@ -17,7 +17,7 @@ struct Merge {      // of one row
     // `before`: the running lse; `lse`: this block's, -inf if the row sees none of its keys; `sum`: of its
     // probabilities.
     DEVICE Merge(float before, float lse, float sum) {
-        const float top = fmaxf(before, lse);  // of NaN and another number the other
+        const float top = fmaxf(before, lse);  // fmaxf of NaN and a number is the number
         const bool empty = before == NEGATIVE_INFINITY && lse == NEGATIVE_INFINITY;
         const float both = exp2_((before - top) * LOG2_E) + exp2_((lse - top) * LOG2_E);
         this->lse = empty || top == -NEGATIVE_INFINITY ? top : top + __log2f(both) * LN_2;
@@ -38,9 +38,9 @@ DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& 
         const bool inside = (u32)row < (u32)a.num_q;
         const float before = inside ? line[row] : NEGATIVE_INFINITY;
         const float sum = quad_sum(rows.sum[r]);
-        const bool none = sum == 0.0f;  // and not NaN: no key was seen
+        const bool none = sum == 0.0f;  // no key was seen (a NaN sum is not 0)
         float lse = none ? NEGATIVE_INFINITY : (rows.scaled[r] + __log2f(sum)) * LN_2;
-        if (rows.max[r] == -NEGATIVE_INFINITY) lse = rows.max[r];  // as PyTorch has it, though out is NaN
+        if (rows.max[r] == -NEGATIVE_INFINITY) lse = rows.max[r];  // +inf as in PyTorch, though out is NaN
         const Merge merge(before, lse, sum);
         __syncwarp();  // all lanes of the row have read its lse
         if (quad == 0 && inside) line[row] = merge.lse;

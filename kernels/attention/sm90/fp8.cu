@@ -56,7 +56,7 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROWS = 64;                       // of queries for each consumer: one wgmma is 64 rows high
+constexpr int ROWS = 64;                       // queries per consumer: M of a wgmma is 64
 constexpr int BLOCK_M = ROWS * CONSUMERS;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int Q_BYTES = ROWS * HEAD_DIM;       // of one consumer
@@ -319,7 +319,7 @@ DEVICE bool update(const float (&s)[S_REGS], Rows& rows, float factor, const Pro
     }
     bool fits0 = __int_as_float(max(top[0], top[2])) * factor <= rows.max[0] + a.slack;
     bool fits1 = __int_as_float(max(top[1], top[3])) * factor <= rows.max[1] + a.slack;
-    if (__all_sync(~0u, fits0 & fits1)) return false;  // & and not &&, which the compiler makes a branch
+    if (__all_sync(~0u, fits0 & fits1)) return false;  // & and not &&, for which the compiler emits a branch
     bool risen = false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -457,7 +457,7 @@ DEVICE void epilogue(float (&o)[O_REGS + 4], const Rows& rows, float v_scale, u3
 DEVICE void consume(const Problem& a, int c, u32 smem) {
     const u32 bars = smem + BARRIER_OFFSET;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const bool leader = lane == 0;  // arrives for its warp
+    const bool leader = lane == 0;  // the lane that arrives on mbarriers for its warp
     const u64 q_desc = make_descriptor(smem + c * Q_BYTES, HEAD_DIM);
     const u64 k_base = make_descriptor(smem + K_OFFSET, HEAD_DIM), v_base = make_descriptor(smem + V_OFFSET, PANEL);
     const u32 total = smem + TOTAL_OFFSET + c * TOTAL_BYTES + threadIdx.x % 128 * 16;
@@ -482,7 +482,7 @@ DEVICE void consume(const Problem& a, int c, u32 smem) {
             if (PING_PONG && j > 1) { ping_pong_wait(c); ping_pong_arrive(c); }
             bar_wait(bars + 8 * (K_FULL + ring.slot), ring.phase);
             bar_wait(bars + 8 * (V_FULL + ring.slot), ring.phase);
-            __syncwarp();  // a lane that still waits would miss this phase once the slot is given back
+            __syncwarp();  // a lane that still waits would miss this phase once the stage is released
             if (leader) bar_arrive(bars + 8 * (K_EMPTY + ring.slot));
             if (leader) bar_arrive(bars + 8 * (V_EMPTY + ring.slot));
         }
@@ -503,7 +503,7 @@ DEVICE void consume(const Problem& a, int c, u32 smem) {
             float v_next = load_scale(v_scale + max((end - 1) / SECTION - 1, 0));
             Rows rows = {{NEGATIVE_INFINITY, NEGATIVE_INFINITY}, {0.0f, 0.0f}, {0.0f, 0.0f}, {0.0f, 0.0f}, {1.0f, 1.0f},
                          {1.0f, 1.0f}};
-            if (Q_REGISTERS) {  // the producer may then load the next tile's queries, once these have been read
+            if (Q_REGISTERS) {  // releases the queries early: the producer may load those of the next tile
                 load_queries(q, smem + c * Q_BYTES, warp, lane);
                 fence_async();
                 fence_reads();

@@ -27,17 +27,17 @@ _LAYOUT = "MMM(PPPPPqqqPfffiiiiiiiiiiii)"
 
 
 def fp8_unsupported_reason(problem: Problem) -> str | None:
-    """Why the forward in e4m3 cannot run a problem, or None."""
+    """Returns why the forward in e4m3 cannot run a problem, or None."""
     if problem.dim > 128:
         return f"it supports head dimensions up to 128, not {problem.dim}"
     return hopper_unsupported_reason(problem) or cuda_driver.no_compiler()
 
 
 def fp8_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor, exact_lse: bool) -> None:
-    """Writes out and lse of a problem that has no `fp8_unsupported_reason`."""
+    """Writes out and lse of a problem without `fp8_unsupported_reason`."""
     config = configs.pick_fp8_config(problem.dim, exact_lse)
     q, k, v, to = problem.q, problem.k, problem.v, out
-    missing = -problem.dim % 8  # 16 bytes at a time are stored, and are loaded best
+    missing = -problem.dim % 8  # stores require rows of 16-byte multiples, and loads are fastest with them
     if missing:
         q, k, v = (torch.nn.functional.pad(t, (0, missing)) for t in (q, k, v))
         to = torch.empty_like(q)
@@ -111,6 +111,7 @@ def defines_of(width: int, causal: bool, dtype: torch.dtype, config: Fp8Config) 
 
 
 def shared_bytes(width: int, config: Fp8Config) -> int:
-    """Of a CTA: queries, fp32 totals, circular buffers of keys and of values with ones, mbarriers, next tile."""
+    """Returns the shared memory of a CTA: queries, fp32 totals, circular buffers of keys and of values with rows of
+    ones, mbarriers, and the index of the next tile."""
     rows, barriers = ROWS * config.consumers, 2 * config.consumers + 4 * config.stages + 2
     return rows * width * 5 + config.stages * config.block_n * (2 * width + 8) + 8 * barriers + 8

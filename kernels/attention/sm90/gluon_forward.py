@@ -5,7 +5,7 @@ Estimate for one block of 128 keys and one warp group of 64 query rows, in cycle
   D = 128   tensor 1024   exp2 512   issue about 460
   D =  64   tensor  512   exp2 512   issue about 420
 At D = 128, two warp groups in ping-pong overlap all else with the tensor cores. At D = 64 the exponential units are
-busy as long as the tensor cores: three warp groups share an SM, which also reduces the L2 traffic of keys and values to
+busy as long as the tensor cores. Three warp groups share an SM, which also reduces the L2 traffic of keys and values to
 two thirds.
 
 A CTA is one producer warp and CONSUMERS warp groups with 64 rows of queries each. The producer loads key and value
@@ -13,14 +13,14 @@ blocks by TMA into circular buffers of STAGES stages. A consumer issues S = Q K^
 O += P V of block j - 1, and overlaps the softmax of block j with the latter. S, P and O stay in registers. The scheme
 is FlashAttention-3's (Shah et al. 2024, sections 3.1 and 3.2).
 
-The main loop goes from the last key block to the first. Only the last blocks need masks: those that the diagonal
-crosses, and the partial block at the end of the keys.
+The main loop goes from the last key block to the first. Masks are needed only for the last blocks: those that the
+diagonal crosses, and the partial block at the end of the keys.
 
 mbarriers, with their arrivals per phase. The n-th wait on a full barrier has parity n & 1, on an empty one the
 opposite, so that the first wait for each empty stage returns at once.
   q_full[c] 1, q_empty[c] 1            the 64 query rows of consumer c, once a tile
-  k_full[s] 1, k_empty[s] CONSUMERS    block number `it` of this CTA, counted over all its tiles, is in slot it % STAGES
-  v_full[s] 1, v_empty[s] CONSUMERS    the same
+  k_full[s] 1, k_empty[s] CONSUMERS    key block `it` of this CTA, counted over all its tiles, is in stage it % STAGES
+  v_full[s] 1, v_empty[s] CONSUMERS    the same for blocks of values
   order<c> 1                           ping-pong: consumer c may issue its wgmmas, and then arrives at order<c + 1>.
                                        order0 starts with one arrival. The consumers of a CTA go over the same blocks,
                                        so none arrives twice in a phase
@@ -47,7 +47,7 @@ try:
     _jit = gluon.jit
     _cta_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
     NO_GLUON = None
-except (ImportError, AttributeError) as error:  # the folder must import all the same
+except (ImportError, AttributeError) as error:  # the package must import without Gluon
 
     def _jit(function: Any = None, **options: Any) -> Any:
         return function or _jit
@@ -57,9 +57,9 @@ except (ImportError, AttributeError) as error:  # the folder must import all the
 
 @_jit
 def _tile(index, num_m, heads, section, CAUSAL: gl.constexpr):
-    """Head (over all batches) and row block of a tile. Without a mask head by head. CAUSAL: heads are scheduled in
-    sections of `section` heads, as many as have their keys and values in L2, and within a section the row blocks with
-    the most keys come first."""
+    """Returns head (over all batches) and row block of a tile. Without a mask the order is head by head. CAUSAL: heads
+    are scheduled in sections of `section` heads, whose keys and values fit L2. Within a section the row blocks with the
+    most keys come first."""
     if CAUSAL:
         first = index // (section * num_m) * section
         inside = index - first * num_m
@@ -73,10 +73,9 @@ def _tile(index, num_m, heads, section, CAUSAL: gl.constexpr):
 
 @_jit
 def _blocks(m, num_q, num_keys, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(end, full): a row block sees key blocks 0 … end - 1, and blocks 0 … full - 1 need no mask.
+    """Returns (end, full): a row block sees key blocks 0 … end - 1, and blocks 0 … full - 1 need no mask.
 
-    `end` is at least 1, also where no row sees a key: the masked block gives such rows out 0 and lse -inf without a
-    branch.
+    `end` is at least 1 even if no row sees a key: the masked block gives such rows out 0 and lse -inf without a branch.
     """
     last = num_keys
     first = num_keys
@@ -141,21 +140,21 @@ def _produce(args, next_tile_ptr, CAUSAL: gl.constexpr, DYNAMIC: gl.constexpr):
 
 @_jit
 def _arrive(bar):
-    """One thread's arrival. Around mbarrier.arrive the compiler inserts two barriers of the warp group, as it assumes
-    an access to all of shared memory. Expecting 0 bytes is an arrival too, for which it inserts none."""
+    """Arrives with one thread. Around mbarrier.arrive the compiler inserts two barriers of the warp group, because it
+    assumes an access to all of shared memory. Expecting 0 bytes is an arrival too, for which it inserts none."""
     mbarrier.expect(bar, 0)
 
 
 @_jit
 def _release(slot):
-    """One arrival for the warp group, after a barrier: a wait for wgmma covers the own warp only."""
+    """Arrives once for the warp group, after a barrier, as a warp's wait for wgmma covers that warp only."""
     _cta_barrier()
     _arrive(slot)
 
 
 @_jit
 def _scores(q, k_smem, slot):
-    """Issues q kᵀ for the block in stage `slot`."""
+    """Issues q kᵀ for the key block in stage `slot`."""
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     k = k_smem.index(slot).reshape([BLOCK_N, k_smem.shape[4]]).permute([1, 0])
@@ -165,7 +164,7 @@ def _scores(q, k_smem, slot):
 
 @_jit
 def _values(p, v_smem, slot, o):
-    """Issues o + p v for the block in stage `slot`."""
+    """Issues o + p v for the block of values in stage `slot`."""
     return warpgroup_mma(p, v_smem.index(slot).reshape([v_smem.shape[3], v_smem.shape[4]]), o, is_async=True)
 
 
@@ -177,13 +176,13 @@ def _mask(s, limit, first_key):
 
 @_jit
 def _rows_of(x, like):
-    """One value a row, as a column in the layout of `like`. No data moves: each thread holds the values of its rows."""
+    """Returns x, one value per row, as a column in the layout of `like`. No data moves between threads."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, like.type.layout)), 1)
 
 
 @_jit
 def _softmax(s, m, total, scale_log2):
-    """Probabilities of one block of scores, the new row maximum and sum, and the rescaling factor of earlier sums.
+    """Returns probabilities of a block of scores, new row maximum and sum, and the rescaling factor of earlier sums.
 
     The sum [64, 4] is over each thread's columns. The four sums of a row are added at the end of the tile.
     """
@@ -202,7 +201,7 @@ def _step(
     state, q, bufs, bars, my_order, next_order, scale_log2, limit, first_key, masked,
     CAUSAL: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
-    """Scores and softmax of block number `it` overlapped with the values of the block before."""
+    """Computes scores and softmax of block `it`, overlapped with P V of the previous block."""
     o, p, m, total, it, order_phase = state
     _, k_smem, v_smem, _, _ = bufs
     _, _, k_full, k_empty, v_full, v_empty, _, _ = bars
@@ -218,13 +217,13 @@ def _step(
         _arrive(next_order)
     s = warpgroup_mma_wait(1, [s])
     _release(k_empty.index(slot))
-    if CAUSAL:  # noqa: SIM102 (known when compiling, unlike the other)
+    if CAUSAL:  # noqa: SIM102 (known at compile time, unlike `masked`)
         if masked:
             s = _mask(s, limit, first_key)
     x, m, total, alpha = _softmax(s, m, total, scale_log2)
-    # These values are needed in the next iteration only. The wait is here to fence the compiler: ptxas would move the
-    # wait for the second product before the softmax, as no register connects the two, but moves nothing across this
-    # wait's loop.
+    # The block of values is needed in the next iteration only. The wait is here as a fence for the compiler: ptxas
+    # would move the wait for the second wgmma before the softmax, as no register connects the two, but it moves nothing
+    # across the loop of this wait.
     mbarrier.wait(v_full.index(slot), it // STAGES & 1)
     o = warpgroup_mma_wait(0, [o])
     _release(v_empty.index(last))
@@ -238,7 +237,7 @@ def _consume(
     args, my_order, next_order, C: gl.constexpr, CAUSAL: gl.constexpr, DYNAMIC: gl.constexpr,
     PING_PONG: gl.constexpr, SHARE: gl.constexpr,
 ):  # fmt: skip
-    """Consumer C: rows 64 · C … 64 · C + 63 of each tile."""
+    """Runs consumer C, which computes rows 64 · C … 64 · C + 63 of each tile."""
     descs, tiles, bufs, bars, shape, lse_ptr, scale_log2 = args
     q_smem, k_smem, v_smem, o_smem, tile_smem = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty = bars
@@ -268,7 +267,7 @@ def _consume(
         limit = gl.full([64], num_keys, gl.int32, rows)
         if CAUSAL:
             limit = gl.minimum(limit, first_row + num_keys - num_q + 1 + gl.arange(0, 64, rows))
-        # The last block, peeled: there is no product of probabilities and values to overlap with yet.
+        # The last block is peeled, as there is no P V of an earlier block to overlap with.
         slot = it % STAGES
         mbarrier.wait(q_full.index(C), tile_count & 1)
         mbarrier.wait(k_full.index(slot), it // STAGES & 1)
@@ -289,12 +288,12 @@ def _consume(
             _release(q_empty.index(C))
         last = (it - 1) % STAGES
         o = _values(p, v_smem, last, o)
-        # lse, overlapped with the last product. A row that sees no key has the maximum -inf.
+        # lse, overlapped with the last P V. A row that sees no key has the maximum -inf.
         total = gl.convert_layout(gl.sum(total, 1), rows)
         lse = gl.where(m == float("-inf"), m, (m * scale_log2 + gl.log2(total)) * 0.6931471805599453)
         row = first_row + gl.arange(0, 64, rows)
         gl.store(lse_ptr + head.to(gl.int64) * num_q + row, lse, mask=row < num_q)
-        tma.store_wait(0)  # the last tile's store has read o_smem; the barrier in _release tells all threads
+        tma.store_wait(0)  # the previous tile's store has then read o_smem; the barrier in _release covers all threads
         o = warpgroup_mma_wait(0, [o])
         _release(v_empty.index(last))
         o = gl.where(_rows_of(m, o) == float("-inf"), 0.0, o * _rows_of(1.0 / total, o))
@@ -324,7 +323,7 @@ def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
     return bars
 
 
-# One compiled kernel for all lengths: specialising for these arguments gains nothing.
+# One compiled kernel for all lengths: specialising for these arguments does not help.
 @_jit(do_not_specialize=["num_tiles", "num_m", "section", "batches", "q_heads", "group", "num_q", "num_keys"])
 def _attention_gluon_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, next_tile_ptr, scale_log2,
@@ -362,8 +361,8 @@ def _attention_gluon_fwd_kernel(
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty)
     shape = (batches, q_heads, group, num_q, num_keys)
     args = (descs, tiles, bufs, bars, shape, lse_ptr, scale_log2)
-    # Consumer 0 is the default partition. It has the registers a thread that the others leave: all warp groups together
-    # have 504 or 512, and the producer's one warp counts as a group.
+    # Consumer 0 is the default partition. It gets the registers per thread that the other partitions leave of 504 or
+    # 512 for all warp groups together. The producer's one warp counts as a warp group.
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize(

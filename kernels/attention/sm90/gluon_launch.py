@@ -19,14 +19,14 @@ if NO_GLUON is None:
 
 
 def gluon_unsupported_reason(problem: Problem) -> str | None:
-    """Why this forward cannot run a problem, or None if it can."""
+    """Returns why this forward cannot run a problem, or None if it can."""
     if problem.dim < 32:
         return f"it supports head dimensions from 32 on, not {problem.dim}"
     return tma_unsupported_reason(problem) or NO_GLUON
 
 
 def gluon_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Writes out and lse of a problem that has no `gluon_unsupported_reason`."""
+    """Writes out and lse of a problem without `gluon_unsupported_reason`."""
     q, k = problem.q, problem.k
     causal = problem.right == 0
     config = configs.pick_gluon_config(problem.dim, causal)
@@ -64,11 +64,12 @@ def gluon_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def _descriptor(x: torch.Tensor, rows: int, block_rows: int, block_d: int) -> Any:
-    """TMA descriptor of the first `rows` rows of a [B, H, S, D] tensor, in tiles of [1, 1, block_rows, block_d]."""
+    """Returns a TMA descriptor of the first `rows` rows of a [B, H, S, D] tensor, with boxes [1, 1, block_rows,
+    block_d]."""
     x = unexpanded(x)
     element = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, block_rows, block_d], element)
     shape = [x.shape[0], x.shape[1], rows, x.shape[3]]
-    # The stride of a dimension of one element is arbitrary in PyTorch, but TMA wants a multiple of 16 bytes.
+    # The stride of a dimension of one element is arbitrary in PyTorch, but TMA requires a multiple of 16 bytes.
     strides = [8 if size == 1 else stride for size, stride in zip(shape[:-1], x.stride()[:-1], strict=True)] + [1]
     return TensorDescriptor(x, shape, strides, [1, 1, block_rows, block_d], layout)

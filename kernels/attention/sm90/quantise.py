@@ -26,12 +26,12 @@ import torch
 import triton
 import triton.language as tl
 
-Q_ROWS = 64  # of queries with one scale: a warp group's
+Q_ROWS = 64  # queries with one scale: those of a warp group
 CHUNK = 128  # keys of v that are transposed at once
 WARPS = 4
 
-# Four at a time in place of y.to(float8), for which ptxas 12.8 unpacks and packs pairs again; where the result is
-# stored in two layouts, it may even read some of it before it is written.
+# Converts four elements at a time, in place of y.to(float8), for which ptxas 12.8 unpacks and packs pairs again. If the
+# result is stored in two layouts, that code may even read some of it before it is written.
 _FOUR = tl.constexpr("""{
     .reg .b16 low, high;
     cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
@@ -42,12 +42,12 @@ _FOUR = tl.constexpr("""{
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """What `quantise` returns. It may also be built from e4m3 tensors: data as uint8 or float8_e4m3fn, rows of q and k
+    """The result of `quantise`. It may also be built from e4m3 tensors: data as uint8 or float8_e4m3fn, rows of q and k
     of W = 64 or 128 elements with stride 1, other strides multiples of 16; scales fp32, contiguous, above 0."""
 
     q: torch.Tensor  # [B, Hq, Sq, W]
     k: torch.Tensor  # [B, Hkv, num_keys, W]
-    v: torch.Tensor  # [B, Hkv, W, num_keys padded to 128], keys in the order above
+    v: torch.Tensor  # [B, Hkv, W, num_keys padded to 128], keys permuted as in the module's docstring
     q_scale: torch.Tensor  # [B, Hq, ceil(Sq / 64)]
     k_scale: torch.Tensor  # [B, Hkv, ceil(num_keys / block_n)]
     v_scale: torch.Tensor  # [B, Hkv, ceil(num_keys / (block_n · section))]
@@ -58,10 +58,10 @@ class Operands:
 
 @triton.jit
 def _encode(y, NATIVE: tl.constexpr):
-    """The bits of fp32 y in e4m3, to nearest, ties to even; 448 where |y| is larger; NaN is 0x7F."""
+    """Returns the bits of fp32 y in e4m3, rounded to nearest even and saturated to ±448; NaN is 0x7F."""
     if NATIVE:
         return tl.inline_asm_elementwise(_FOUR, "=r,r,r,r,r", [y], dtype=tl.uint8, is_pure=True, pack=4)
-    # The same bits by integer arithmetic, for Triton's interpreter, whose own conversion rounds wrongly.
+    # The same bits by integer arithmetic: the conversion of Triton's interpreter rounds wrongly.
     sign = (y.to(tl.uint32, bitcast=True) >> 24) & 0x80
     a = tl.minimum(tl.abs(y), 448.0)
     bits = a.to(tl.uint32, bitcast=True)
@@ -73,26 +73,27 @@ def _encode(y, NATIVE: tl.constexpr):
 
 @triton.jit
 def _largest(x):
-    """The largest magnitude of a tile in fp32, NaN and inf left out."""
+    """Returns the largest finite magnitude of an fp32 tile."""
     return tl.max(tl.where(x * 0.0 == 0.0, tl.abs(x), 0.0))
 
 
 @triton.jit
 def _scale_of(amax):
-    """448 is 1.75 · 2^8: the scale has amax's exponent less 8, and one more where amax's mantissa is over 1.75."""
+    """Returns the scale. As 448 is 1.75 · 2^8, its exponent is that of amax less 8, plus 1 if the mantissa of amax is
+    over 1.75."""
     bits = ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000) - (8 << 23)
     return tl.where(amax > 0, tl.maximum(bits, 1 << 23), 127 << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _inverse(scale):
-    """1 / scale, exact: a power of two from 2^-126 to 2^120."""
+    """Returns 1 / scale, exact, as scale is a power of two from 2^-126 to 2^120."""
     return ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _load(x_ptr, rows, stride, num_rows, dim, WIDTH: tl.constexpr):
-    """Rows of x in fp32, zeros outside, with NaN in place of ±inf: 0 · inf is NaN."""
+    """Loads rows of x in fp32, with zeros outside and NaN in place of ±inf (0 · inf is NaN)."""
     n = tl.arange(0, WIDTH)
     mask = (rows < num_rows)[:, None] & (n < dim)[None, :]
     x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride + n[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -104,7 +105,7 @@ def _quantise_rows(
     x_ptr, y_ptr, scale_ptr, block, stride, num_rows, dim,
     ROWS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows, held in a tile of the power of two above, with one scale."""
+    """Quantises ROWS rows with one scale. TILE is ROWS rounded up to a power of two."""
     m, n = tl.arange(0, TILE), tl.arange(0, WIDTH)
     rows = block * ROWS + m
     limit = tl.minimum(num_rows, (block + 1) * ROWS)
@@ -120,7 +121,7 @@ def _quantise_section(
     v_ptr, y_ptr, scale_ptr, section, stride, num_keys, dim, padded,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A section of values: one pass over it for the scale, and a second, from L2, that converts and transposes."""
+    """Quantises a section of values: one pass computes the scale, and a second, from L2, converts and transposes."""
     p, n = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
     first = section * ROWS
     limit = tl.minimum(num_keys, first + ROWS)
@@ -129,7 +130,7 @@ def _quantise_section(
         amax = tl.maximum(amax, _largest(_load(v_ptr, start + p, stride, limit, dim, WIDTH)))
     scale = _scale_of(amax)
     tl.store(scale_ptr + section, scale)
-    key = p // 16 * 16 + p // 2 % 2 * 8 + p // 4 % 4 * 2 + p % 2  # of column p
+    key = p // 16 * 16 + p // 2 % 2 * 8 + p // 4 % 4 * 2 + p % 2  # the key in column p
     for start in range(first, tl.minimum(padded, first + ROWS), CHUNK):
         x = _load(v_ptr, start + key, stride, limit, dim, WIDTH)
         bits = tl.trans(_encode(x * _inverse(scale), NATIVE))
@@ -149,7 +150,7 @@ def _attention_fp8_quantise_kernel(
     Q_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TILE_N: tl.constexpr, SECTION_ROWS: tl.constexpr, CHUNK: tl.constexpr,
     WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A CTA for each section of v, then for each block of k and of q. Those of v come first, as they take longest."""
+    """One CTA per section of v, then one per block of k and of q. Those of v come first, as they take longest."""
     index = tl.program_id(0)
     if index < v_programs:
         head, section = index // sections, index % sections
@@ -176,11 +177,11 @@ def _attention_fp8_quantise_kernel(
 
 
 def quantise(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_keys: int, block_n: int, section: int) -> Operands:
-    """The operands of the FP8 forward for the first num_keys keys; q, k, v with stride 1 in D, D <= 128.
+    """Returns the operands of the FP8 forward for the first num_keys keys. q, k, v have stride 1 in D, and D <= 128.
 
-    q, k and v are fp16 or bf16, or e4m3 with scales of the caller's: then the values stay as they are, and the caller
-    multiplies the scales made here by its own. Deterministic. Allocates Sq + 2 · num_keys rows of W bytes a head, and
-    the scales.
+    q, k and v are fp16 or bf16, or e4m3 with scales of the caller. In the latter case elements keep their values, and
+    the caller multiplies the scales made here by its own. Deterministic. Allocates Sq + 2 · num_keys rows of W bytes
+    per head, and the scales.
     """
     (batches, q_heads, num_q, dim), kv_heads = q.shape, k.shape[1]
     width = 64 if dim <= 64 else 128

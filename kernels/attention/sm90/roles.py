@@ -1,4 +1,4 @@
-"""The kernel argument with which a launch of backward.cu tells CTAs their roles: struct Roles of backward_roles.cuh."""
+"""The kernel parameter of backward.cu from which CTAs derive their roles: struct Roles of backward_roles.cuh."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ LAYOUT = f"(PPPPP{'i' * (6 + _ROUND * _ROUNDS)})"
 
 
 def numbers(plan: RolesPlan) -> tuple[int, ...]:
-    """The integers of the argument, which are the same in each call."""
+    """Returns the integers of the parameter, which are the same in each call."""
     rounds = [number for one in plan.rounds for number in one]
     sizes = (plan.span, plan.spans, plan.chunk, plan.chunks, plan.end_chunk, plan.end_chunks)
     return (*sizes, *rounds, *(0,) * (_ROUND * _ROUNDS - len(rounds)))
 
 
 def pointers(plan: RolesPlan, lse: int, dlse: int, counters: int) -> tuple[int, ...]:
-    """The addresses of the argument. counters: 2 · spans + 1 zeros of 32 bits: `ready` and `done` of each span, and
-    `drawn`, from which each CTA takes its index when it starts."""
+    """Returns the addresses of the parameter. counters: 2 · spans + 1 zeros of 32 bits, for `ready` and `done` of each
+    span, and for `drawn`, from which each CTA takes its logical index when it starts."""
     return lse, dlse, *(counters + 4 * at for at in (0, plan.spans, 2 * plan.spans))

@@ -1,4 +1,5 @@
-"""The portable backward: one kernel for dK and dV, one for dQ and dbias, each over its own lists."""
+"""The portable backward: one kernel for dK and dV, one for dQ and dbias. The first loops over the lists of columns of
+the mask, the second over those of rows."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ def portable_bwd(
     dv: torch.Tensor | None,
     need_dbias: bool,
 ) -> torch.Tensor | None:
-    """Writes dq unless it is None, and dk and dv unless these are; returns dbias if it is needed.
+    """Writes dq unless it is None, and dk and dv unless they are None; returns dbias if it is needed.
 
-    No atomics, so it is deterministic. Both kernels compute s and dp: seven products of 2·D a kept pair, where
-    five would be needed. Nothing of size queries × keys is stored.
+    There are no atomics, so it is deterministic. Both kernels compute s and dp, which makes seven GEMMs of 2·D FLOPs
+    per kept pair where five are needed. Nothing of size queries × keys is stored.
     """
     terms = row_terms(problem, saved)
     if dk is not None and dv is not None:

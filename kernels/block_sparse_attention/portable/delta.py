@@ -1,10 +1,10 @@
-"""What the backward needs of each query besides q and dout.
+"""The row statistics that the backward needs for each query besides q and dout.
 
     delta = rowsum(dout ∘ out) − dlse        lse2 = log2(e)·lse        p = exp2(s·c + bias − lse2)
 
-In fp32 lse2 is the running maximum and p is divided by the running sum, as in the forward: where scores are in the
-thousands the rounding of their sum's logarithm would be all of p's error.
-Reads out and dout, 4·D bytes a query in bf16, which is little compared with the GEMMs.
+In fp32, lse2 is the running maximum and p is divided by the running sum, as in the forward. Otherwise, where scores are
+in the thousands, the rounding of lse would dominate the error of p.
+The kernel reads out and dout, 4·D bytes a query in bf16, which is little compared with the GEMMs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .. import configs
 from ..problem import PLAIN, Problem, Saved, strides
 from .forward import LOG2_E, _load_rows
 
-# The results end with a whole number of the largest blocks, so that they are read without a mask. Kernels are given the
-# length in this unit, from which the compiler sees that it may read two rows at a time.
+# Results are padded to a multiple of the largest block, so they are read without a mask. Kernels are passed the length
+# in units of ROWS, from which the compiler derives that it may read two rows at a time.
 ROWS = tl.constexpr(128)
 INFINITY = tl.constexpr(float("inf"))
 
@@ -50,7 +50,7 @@ def _block_sparse_attention_delta_kernel(
     EVEN_D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """delta, and lse in base 2, where rows that see nothing or do not exist have +inf: p is then 0 without a mask."""
+    """Computes delta and lse2. Rows that see no key, and padding rows, get lse2 = +inf: p is then 0 without a mask."""
     head = tl.program_id(0) // padded
     start = tl.program_id(0) % padded * ROWS
     padded *= ROWS
@@ -68,7 +68,7 @@ def _block_sparse_attention_delta_kernel(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + at, mask=here, other=0.0)
     lse = tl.load(lse_ptr + at, mask=here, other=float("-inf"))
-    # An empty row has delta 0 even where its incoming gradients are not finite: 0 · inf would be NaN.
+    # A row that sees no key has delta 0 even if its incoming gradients are not finite: 0 · inf would be NaN.
     empty = lse == float("-inf")
     padded_at = head.to(tl.int64) * padded + start + row
     tl.store(delta_ptr + padded_at, tl.where(empty, 0.0, delta))
@@ -81,14 +81,14 @@ def _block_sparse_attention_delta_kernel(
 
 
 class RowTerms(NamedTuple):
-    """fp32 [B·Hq, Sq rounded up to ROWS]. `inverse` is None unless tensors are fp32."""
+    """Row statistics, fp32 [B·Hq, Sq rounded up to ROWS]. `inverse`, 1 / sum, is None unless tensors are fp32."""
 
     lse2: torch.Tensor
     delta: torch.Tensor
     inverse: torch.Tensor | None
 
     def arguments(self) -> dict[str, Any]:
-        """As the kernels of the backward have them."""
+        """Arguments of the backward kernels."""
         return {
             "lse_ptr": self.lse2,
             "delta_ptr": self.delta,

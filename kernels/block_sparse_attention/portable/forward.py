@@ -1,10 +1,10 @@
 """The portable forward: one CTA for each tile of queries, which loops over the blocks of keys in its list.
 
 FLOPs: 4·D for each pair of query and key in a kept block. At H32 D128, S = 8192 and a quarter of the blocks that is
-0.27 TFLOP, 0.39 ms at the 700 TFLOP/s that GEMMs reach on one NVIDIA H200; q, k, v and the output are 0.27 GB,
-64 µs; the lists are a 4-byte load for each tile of keys.
+0.27 TFLOP, 0.39 ms at the 700 TFLOP/s that GEMMs reach on one NVIDIA H200. q, k, v and the output are 0.27 GB, 64 µs.
+The lists cost a 4-byte load for each tile of keys.
 
-With s = q·k the probabilities are exp2(s·c − m), c = scale·log2(e), one fused multiply-add and one exponential each.
+With s = q·k the probabilities are exp2(s·c − m), c = scale·log2(e): one fused multiply-add and one exponential each.
 m is the running maximum of s·c. (Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 5, and 2023, arXiv:2307.08691.)
 The bias of a block costs nothing: it is subtracted from m.
 """
@@ -25,7 +25,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _tile_and_head(cta, tiles, heads, section):
-    """Heads in sections; in a section first tile 0 of each head, then tile 1 ..."""
+    """Returns tile and head of a CTA: section by section of heads, and in a section tile 0 of each head, then tile 1,
+    ..."""
     first = cta // (tiles * section) * section
     here = tl.minimum(section, heads - first)
     rest = cta - first * tiles
@@ -34,7 +35,7 @@ def _tile_and_head(cta, tiles, heads, section):
 
 @triton.jit
 def _load_rows(ptr, row, cols, stride, count, dim, MASK: tl.constexpr, EVEN_D: tl.constexpr):
-    """[rows, cols] of a matrix of `count` rows; 0 outside of it. Without a mask the loads are asynchronous copies."""
+    """Loads a tile [rows, cols] of a matrix of `count` rows, with 0 outside. Unmasked loads become cp.async copies."""
     ptrs = ptr + row[:, None] * stride + cols[None, :]
     if MASK and EVEN_D:
         tile = tl.load(ptrs, mask=(row < count)[:, None], other=0.0)
@@ -55,16 +56,17 @@ def _store_rows(ptr, tile, row, cols, stride, count, dim, EVEN_D: tl.constexpr):
 
 @triton.jit
 def _row_list(table_ptr, rank, columns, SPLIT: tl.constexpr):
-    """(tile, block, line): the index of the tile of queries with this rank, its block, and its line of the table. A
-    block has SPLIT tiles."""
+    """Returns (tile, block, line): the index of the tile of queries with this rank, its block, and the pointer to its
+    line of the table. A block has SPLIT tiles."""
     block = tl.load(table_ptr + rank // SPLIT * (HEADER + columns) + 2)
     return block * SPLIT + rank % SPLIT, block, table_ptr + block * (HEADER + columns)
 
 
 @triton.jit
 def _block_of_step(list_ptr, step, last, SPLIT: tl.constexpr):
-    """The block of a step, in a list whose entries below `last` are processed. Loaded one step ahead: where a tile's
-    address depends on a load of the same step, fewer tiles are in flight. Clamped, as there may be no next step."""
+    """Returns the block of a step (loop iteration), in a list whose entries below `last` are processed. It is loaded
+    one step ahead: if a tile's address depended on a load of the same step, fewer tiles would be in flight. The step is
+    clamped, as there may be no next one."""
     return tl.load(list_ptr + tl.minimum(step // SPLIT, last - 1))
 
 
@@ -93,9 +95,9 @@ def _attend(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The online softmax over entries `first` to `last` - 1 of the list. A query sees the keys below `seen`.
+    """Runs the online softmax over entries [first, last) of the list. A query sees the keys below `seen`.
 
-    acc and total are sums of exp2(s·c + bias − peak)·v and of exp2(s·c + bias − peak).
+    acc accumulates exp2(s·c + bias − peak)·v, and total accumulates exp2(s·c + bias − peak).
     """
     cols = tl.arange(0, q.shape[1])
     row = tl.arange(0, BLOCK_N)
@@ -115,7 +117,7 @@ def _attend(
             bias = tl.load(bias_ptr + block.to(tl.int64) * stride_bn) * LOG2_E
             higher += bias
         higher = tl.maximum(peak, higher)
-        # A row that has seen no key yet: exp2(-inf - 0) is 0, where exp2(-inf - -inf) would not be a number.
+        # For a row that has seen no key yet: exp2(-inf - 0) is 0, but exp2(-inf - -inf) would be NaN.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         rescale = tl.exp2(peak - shift)
         if bias_ptr is not None:
@@ -210,7 +212,7 @@ def _block_sparse_attention_fwd_kernel(
             acc, peak, total, q, k_ptr, v_ptr, line_ptr + HEADER, bias_ptr, whole, count, seen, keys, dim,
             stride_kn * UNIT, stride_vn * UNIT, stride_bn, scale_log2, True, EVEN_D, BLOCK, BLOCK_N, PRECISION,
         )  # fmt: skip
-    total = tl.where(total == 0.0, 1.0, total)  # no key seen: the output is 0, and the peak's -inf is that of lse
+    total = tl.where(total == 0.0, 1.0, total)  # no key seen: out is 0, and lse is -inf because peak is
     out = acc / total[:, None]
     _store_rows(out_ptr, out, row, cols, stride_om * UNIT, queries - start, dim, EVEN_D)
     at = head.to(tl.int64) * queries + start + row
@@ -222,8 +224,8 @@ def _block_sparse_attention_fwd_kernel(
 
 
 def portable_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor, statistics: torch.Tensor | None) -> None:
-    """Writes out [B, Hq, Sq, D], readable, lse [B, Hq, Sq], contiguous, and unless it is None `statistics`
-    [2, B, Hq, Sq]: the running maximum and sum at the end. There is at least one query and one key."""
+    """Writes out [B, Hq, Sq, D], `readable`, and lse [B, Hq, Sq], contiguous. Unless it is None, also writes
+    `statistics` [2, B, Hq, Sq]: the final maximum and sum of each row. Requires at least one query and one key."""
     peak, total = (None, None) if statistics is None else statistics
     config = configs.pick_fwd_config(*problem.kind())
     unit = problem.unit(out)

@@ -1,9 +1,9 @@
-"""dK and dV of a tile of keys, by a loop over the blocks of queries that keep its block: one of the two kernels of the
+"""dK and dV of a tile of keys, in a loop over the query blocks that keep its key block: one of the two kernels of the
 backward.
 
-It works on transposed tiles, [keys, queries], so that k and v stay where they are and p and ds are GEMM operands in
-registers. One CTA loops over the query heads that share a key head, each with its own list: their gradients
-accumulate in registers, without partial sums or atomics.
+Scores are transposed tiles, [keys, queries]: k and v stay in place over the loop, and p and ds are GEMM operands in
+registers. One CTA loops over the query heads that share a KV head, each with its own list: their gradients accumulate
+in registers, without partial sums or atomics.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def _add_key_gradients(
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What the first `count` blocks of queries of a list contribute to dk and dv of the keys in `key`.
+    """Adds the contributions of the first `count` query blocks of a list to dk and dv of the keys in `key`.
 
-    Registers are the limit: dk, dv and the two tiles of scores take up all that there are. So under a causal mask
-    every tile is masked (a loop for the diagonal and one for the rest have two sets of addresses), and what does not
-    change in the loop is computed again in it.
+    Registers are the limit: dk, dv and the two tiles of scores use all of them. So under a causal mask every tile is
+    masked, as separate loops for the diagonal and the rest would need two sets of addresses. For the same reason, loop
+    invariants are recomputed in the loop.
     """
     cols = tl.arange(0, k.shape[1])
     row = tl.arange(0, BLOCK_M)
@@ -63,7 +63,7 @@ def _add_key_gradients(
         wide = start.to(tl.int64)
         q = _load_rows(q_ptr + wide * stride_qm, row, cols, stride_qm, queries - start, dim, not EVEN_M, EVEN_D)
         if PRECISION == "ieee":
-            # As in the forward, so that both round alike: else p would differ by the last bit of a score.
+            # The same operand order as in the forward, so that scores round alike: else p is off by a score's last bit.
             s = tl.trans(tl.dot(q, tl.trans(k), input_precision=PRECISION))
         else:
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -143,7 +143,7 @@ def _block_sparse_attention_dkdv_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`heads` and `all_heads` are those of the keys. Ranks are those of a group's first head."""
+    """`heads` and `all_heads` count KV heads. The order of lines is that of the first query head of a group."""
     SPLIT: tl.constexpr = BLOCK // BLOCK_N
     rank, head = _tile_and_head(tl.program_id(0), columns * SPLIT, all_heads, section)
     batch, shared = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
@@ -193,7 +193,7 @@ def _block_sparse_attention_dkdv_kernel(
 
 
 def key_gradients(problem: Problem, dout: torch.Tensor, terms: RowTerms, dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """Writes dk and dv. There is at least one key and one query."""
+    """Writes dk and dv. Requires at least one key and one query."""
     config = configs.pick_dkdv_config(*problem.kind())
     unit = problem.unit(dout, dk, dv)
     with torch.cuda.device_of(problem.q):

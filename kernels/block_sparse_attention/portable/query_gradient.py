@@ -1,9 +1,9 @@
-"""dQ of a tile of queries, by a loop over the blocks of keys in its list, and the gradient of each block's bias:
-one of the two kernels of the backward.
+"""dQ of a tile of queries, in a loop over the key blocks of its list, and the gradient of each block's bias: one of the
+two kernels of the backward.
 
     dbias of a block = Σ ds over its pairs
 
-A CTA visits each block of its rows once, so it writes the sum over them, and nothing is accumulated in memory.
+A CTA processes each block of its list once, so it stores the sum over its rows without accumulating in memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _add_query_gradient(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What entries `first` to `last` - 1 of the list contribute to dq. A query sees the keys below `seen`."""
+    """Adds the contribution of entries [first, last) of the list to dq. A query sees the keys below `seen`."""
     cols = tl.arange(0, q.shape[1])
     row = tl.arange(0, BLOCK_N)
     SPLIT: tl.constexpr = BLOCK // BLOCK_N
@@ -72,7 +72,7 @@ def _add_query_gradient(
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
         if dbias_ptr is not None:
-            # Each tile of a block stores the sum so far; the last store is the result.
+            # Each tile of a block stores the partial sum so far; the last store is the result.
             share = tl.where(step % SPLIT == 0, 0.0, share) + tl.sum(tl.sum(ds, 1), 0)
             tl.store(dbias_ptr + block, share)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -135,7 +135,7 @@ def _block_sparse_attention_dq_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dbias: [B·Hq, tiles of queries, blocks of keys], where there is a bias, and it is 0 where nothing is kept."""
+    """Computes dq and, if there is a bias, dbias [B·Hq, tiles of queries, blocks of keys], initially zero."""
     tiles = rows * (BLOCK // BLOCK_M)
     rank, head = _tile_and_head(tl.program_id(0), tiles, all_heads, section)
     batch, own = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
@@ -169,7 +169,7 @@ def _block_sparse_attention_dq_kernel(
         seen = tl.minimum(seen, start + row + keys - queries + 1)
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     if PRECISION == "ieee":
-        # fp32 is masked throughout: with two loops the rows of q and dout that a thread holds are too many.
+        # fp32 has one loop, masked throughout: two loops would need too many registers for rows of q and dout.
         whole *= 0
     else:
         dq = _add_query_gradient(
@@ -190,7 +190,7 @@ def _block_sparse_attention_dq_kernel(
 def query_gradient(
     problem: Problem, dout: torch.Tensor, terms: RowTerms, dq: torch.Tensor, need_dbias: bool
 ) -> torch.Tensor | None:
-    """Writes dq. Returns the gradient of the bias, fp32 [B, Hq, nq, nk], if it is needed. There is at least one query
+    """Writes dq. Returns the gradient of the bias, fp32 [B, Hq, nq, nk], if it is needed. Requires at least one query
     and one key."""
     config = configs.pick_dq_config(*problem.kind())
     unit = problem.unit(dout, dq)
@@ -213,5 +213,5 @@ def query_gradient(
             **problem.arguments(unit),
             **problem.tiles(config),
         )
-    # Where a block has several tiles of queries, each has written its part.
+    # If a block has several tiles of queries, each has written a partial sum.
     return dbias if dbias is None or split == 1 else dbias.unflatten(2, (-1, split)).sum(3)

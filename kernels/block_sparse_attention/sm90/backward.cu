@@ -50,7 +50,7 @@
 
 constexpr int D = HEAD_DIM;
 constexpr bool CAUSAL = IS_CAUSAL;
-constexpr int BM = D == 64 ? 128 : 64;  // queries of a tile: S and dP need BM registers beside dk's and dv's D
+constexpr int BM = D == 64 ? 128 : 64;  // queries of a tile: S and dP take BM registers, and dk and dv take D
 constexpr int BN = 128;                 // keys of a CTA, and queries of a block of the mask
 constexpr int SPLIT = BN / BM;          // tiles of a block
 constexpr int SLABS = D / 64;           // 64 columns are a row of the 128-byte swizzle
@@ -59,7 +59,7 @@ constexpr int HEADER = 3;               // a line of the table: count, whole, or
 constexpr int Q_STAGES = 3, DO_STAGES = 2;
 constexpr int CONSUMER_WARPS = 8, PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int KEYS_DONE = 1, ROWS_WRITTEN = 2, PING_PONG = 4;  // named barriers; the last two have one for each group
-constexpr int FRAGMENT = BM * D / CONSUMER_WARPS;               // elements of a tile's dq that one warp has
+constexpr int FRAGMENT = BM * D / CONSUMER_WARPS;               // elements of a tile of dq that one warp computes
 constexpr u32 FRAGMENT_BYTES = FRAGMENT * 4;
 
 constexpr u32 Q_SLAB = BM * 128, K_SLAB = BN * 128;
@@ -67,7 +67,7 @@ constexpr u32 Q_BYTES = SLABS * Q_SLAB, K_BYTES = SLABS * K_SLAB, DS_BYTES = 2 *
 constexpr u32 K_AT = 0, V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES;
 constexpr u32 DS_AT = DO_AT + DO_STAGES * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
 constexpr u32 LSE_AT = DQ_AT + CONSUMER_WARPS * FRAGMENT_BYTES, DELTA_AT = LSE_AT + Q_STAGES * BM * 4;
-constexpr u32 TILE_AT = DELTA_AT + DO_STAGES * BM * 4;  // of each stage of queries: the tile's first query, its index
+constexpr u32 TILE_AT = DELTA_AT + DO_STAGES * BM * 4;  // per stage of queries: first query and index of the tile
 constexpr u32 K_FULL = TILE_AT + 8 * Q_STAGES, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8;
 constexpr u32 Q_EMPTY = Q_FULL + 8 * Q_STAGES, DO_FULL = Q_EMPTY + 8 * Q_STAGES, DO_EMPTY = DO_FULL + 8 * DO_STAGES;
 constexpr u32 DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 16, SHARED_END = DS_EMPTY + 16;
@@ -76,8 +76,8 @@ static_assert(SHARED_END + 1024 <= 232448, "a CTA has 227 KB of shared memory, a
 
 struct Problem {
     float* dq_sum;       // [B * Hq, m_tiles, BM * D], in the order of the consumers' accumulator fragments
-    const float* lse2;   // [B * Hq, m_tiles * BM], log2(e) * lse; +inf where a query sees nothing or does not exist
-    const float* delta;  // the same shape; 0 there
+    const float* lse2;   // [B * Hq, m_tiles * BM], log2(e) * lse; +inf for queries that see no key, and for padding
+    const float* delta;  // same shape; 0 for those
     const int* table;    // the lines of the columns of the mask
     long long table_batch, table_head;  // 0 where batches or heads share their lists
     int queries, keys, rows, columns, kv_heads, group, all_kv_heads, section, early;
@@ -89,7 +89,7 @@ struct Problem {
 // The 128 keys of this CTA, and the lists of the query heads that share them.
 struct Work {
     int head, batch, first_key, tiles;
-    const int* line;  // of the first of these heads
+    const int* line;  // line of the table for the first of these heads
 
     DEVICE explicit Work(const Problem& p) {
         // First the `early` longest columns of every head: the list of a global block may be much longer than others.
@@ -105,7 +105,7 @@ struct Work {
         int all = first + index % heads, rank = before + index / heads, width = HEADER + p.rows;
         batch = all / p.kv_heads, head = all % p.kv_heads;
         const int* table = p.table + batch * p.table_batch + head * p.group * p.table_head;
-        int block = table[rank * width + 2];  // ranks are those of a group's first head
+        int block = table[rank * width + 2];  // the order of lines is that of the first head of a group
         line = table + block * width;
         int kept = 0;
         for (int g = 0; g < p.group; g++) kept += line[g * p.table_head];

@@ -20,8 +20,8 @@ from . import cuda_driver
 from .cuda_driver import address, tensor_map
 from .forward import cuda_unsupported_reason
 
-BLOCK = 128  # queries and keys of a block of the mask; a CTA has the keys of one
-GROUP_KEYS = 64  # of a warp group, and of a TMA box of keys or of their gradients
+BLOCK = 128  # queries and keys of a block of the mask; a CTA has the keys of one block
+GROUP_KEYS = 64  # keys of a warp group, and rows of a TMA box of k, v, dk or dv
 HELPER_ROWS = 64  # queries of a CTA of preprocess and postprocess; as in the source
 SHARED_BYTES = 227 * 1024  # the most that a CTA can have: one CTA an SM
 NAMES = tuple(f"block_sparse_attention_cuda_bwd{part}" for part in ("", "_preprocess", "_postprocess"))
@@ -33,7 +33,7 @@ _PREPROCESS, _POSTPROCESS = f"{_ROWS}{_ROWS}PPPPPiii", f"{_ROWS}Piiif"
 
 
 def cuda_bwd_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
-    """Why the kernel in CUDA C++ cannot run a problem with these other tensors of its layout, or None."""
+    """Returns why the kernel in CUDA C++ cannot run a problem with these other tensors in q's dtype, or None."""
     if problem.block != BLOCK:
         return f"it supports blocks of {BLOCK}, not {problem.block}"
     if problem.bias is not None:
@@ -42,15 +42,16 @@ def cuda_bwd_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str 
 
 
 def query_tile(dim: int) -> int:
-    """Queries of a tile; as BM in the source."""
+    """Returns the queries of a tile; as BM in the source."""
     return 128 if dim == 64 else 64
 
 
 def cuda_bwd_plan(
     problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
 ) -> Callable[..., None]:
-    """Writes dq, dk and dv, given (q, k, v, table, out, lse, dout, dlse, dq, dk, dv) like those of a problem without
-    `cuda_bwd_unsupported_reason`. There is at least one query and one key."""
+    """Returns a function of (q, k, v, table, out, lse, dout, dlse, dq, dk, dv), which must have the signatures of
+    these. It writes dq, dk and dv. The problem has no `cuda_bwd_unsupported_reason`, and at least one query and one
+    key."""
     read = (problem.q, problem.k, problem.v, saved.out, saved.dout)
     expanded = any(unexpanded(x) is not x for x in read)
     q, k, v, out, dout = map(unexpanded, read)
@@ -106,7 +107,7 @@ def cuda_bwd_plan(
 
 
 def _launches(problem: Problem, helpers: int) -> tuple[cuda_driver.Launch, cuda_driver.Launch, cuda_driver.Launch]:
-    """(preprocess, main, postprocess); `helpers`: CTAs of the first and the last."""
+    """Returns the launches (preprocess, main, postprocess). `helpers`: CTAs of preprocess, and of postprocess."""
     device = problem.q.device.index
     defines = (
         f"HEAD_DIM={problem.dim}",
@@ -124,7 +125,7 @@ def _launches(problem: Problem, helpers: int) -> tuple[cuda_driver.Launch, cuda_
 
 
 def _sizes(problem: Problem) -> tuple[int, ...]:
-    """The integers of backward.cu's Problem."""
+    """Returns the integers of backward.cu's Problem."""
     config = configs.pick_cuda_bwd_config(problem.queries, problem.dim, problem.all_kv_heads)
     return (
         problem.queries,

@@ -49,7 +49,7 @@
 
 #include "forward_ptx.cuh"
 
-constexpr int ROWS = 64;                       // of queries for each consumer: one wgmma is 64 rows high
+constexpr int ROWS = 64;                       // queries per consumer: M of a wgmma is 64
 constexpr int CONSUMERS = BLOCK / ROWS;
 constexpr int SPLIT = BLOCK / BLOCK_N;         // steps of a block
 constexpr int PANELS = HEAD_DIM / 64;          // 64 elements are a row of TMA's 128-byte swizzle
@@ -67,8 +67,8 @@ static_assert(GROUPS >= 2 && GROUPS <= 4, "registers for two to four groups of c
 
 constexpr int K_OFFSET = Q_BUFFERS * CONSUMERS * Q_BYTES;
 constexpr int V_OFFSET = K_OFFSET + STAGES * KV_BYTES;
-constexpr int TILE_OFFSET = V_OFFSET + STAGES * KV_BYTES;  // a Tile
-constexpr int STEP_OFFSET = TILE_OFFSET + 16;              // of each stage: its first key and the bias of its block
+constexpr int TILE_OFFSET = V_OFFSET + STAGES * KV_BYTES;  // a struct Tile
+constexpr int STEP_OFFSET = TILE_OFFSET + 16;              // per stage: its first key and the bias of its block
 constexpr int BARRIER_OFFSET = STEP_OFFSET + 8 * STAGES;
 enum Barrier {
     Q_FULL = 0, Q_EMPTY = Q_BUFFERS * CONSUMERS, K_FULL = 2 * Q_EMPTY, K_EMPTY = K_FULL + STAGES,
@@ -324,7 +324,7 @@ DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& 
     for (int r = 0; r < 2; r++) {
         int row = first_row + lane / 4 + 8 * r;
         float sum = quad_sum(rows.sum[r]);
-        bool none = sum == 0.0f;  // and not NaN: no key was seen
+        bool none = sum == 0.0f;  // no key was seen (a NaN sum is not 0)
         float factor = none ? 0.0f : 1.0f / sum;
         const bool inside = row < a.num_q;
         float lse = none ? NEGATIVE_INFINITY : (rows.scaled[r] + __log2f(sum)) * 0.6931471805599453f;
@@ -370,7 +370,7 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
     Rows rows;  // alpha is not initialised: a value that lives across steps would take registers
 #pragma unroll
     for (int r = 0; r < 2; r++) { rows.scaled[r] = rows.sum[r] = 0.0f; rows.limit[r] = NEGATIVE_INFINITY; }
-    if (Q_REGISTERS) {  // the producer may then load the next tile's queries, once these have been read
+    if (Q_REGISTERS) {  // releases the queries early: the producer may load those of the next tile
         load_queries(q, me.smem + buffer * Q_BYTES, me.warp, me.lane);
         fence_async();
         fence_reads();
@@ -405,7 +405,7 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
         start_scores(s, q, q_desc, k_base + slot * (KV_BYTES / 16));
         start_values(o, p, v_base + last * (KV_BYTES / 16));
         if (PING_PONG) ping_pong_arrive(me.group);
-        const bool cut = (CAUSAL || SPLIT > 1) && step >= tile.whole;  // else only the first step is ever cut
+        const bool cut = (CAUSAL || SPLIT > 1) && step >= tile.whole;  // otherwise only the first step needs a mask
         if (cut) first_key = stored(me.smem + STEP_OFFSET + 8 * slot);
         if (BIAS) bias = __int_as_float(stored(me.smem + STEP_OFFSET + 8 * slot + 4));
         wgmma_wait<1>();
@@ -446,7 +446,7 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
 
 DEVICE void consume(const Problem& a, int group, u32 smem) {
     const u32 bars = smem + BARRIER_OFFSET;
-    const int lane = threadIdx.x % 32, number = group % CONSUMERS;  // in the team
+    const int lane = threadIdx.x % 32, number = group % CONSUMERS;  // index of the consumer in its team
     const Consumer me = {smem, bars, group, (int)threadIdx.x / 32 % 4, lane, lane == 0};
     Ring ring;
     Position<Q_BUFFERS> queries;

@@ -11,9 +11,9 @@ from ..problem import LOG2_E, Problem, unexpanded
 from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
-ROWS = 64  # of queries for each warp group: one wgmma is 64 rows high
+ROWS = 64  # queries per warp group: M of a wgmma is 64
 SLACK = 8.0  # a row's maximum is not updated while no score exceeds it by more than this (logarithm to base 2)
-SHORT = 16, 1024  # up to so many tiles a team and so many keys the schedule is static: a counter needs a launch to set
+SHORT = 16, 1024  # up to so many tiles per team, and keys: static schedule, as a counter needs a launch to set it
 
 # Three tensor maps and forward.cu's Problem: lse, out and its strides, the table and its strides, the bias and its
 # strides, the counter, three floats, nine integers.
@@ -21,7 +21,7 @@ _LAYOUT = "MMM(PPqqqPqqPqqqqPfffiiiiiiiii)"
 
 
 def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
-    """Why the kernel in CUDA C++ cannot run a problem with these other tensors of its layout, or None."""
+    """Returns why the kernel in CUDA C++ cannot run a problem with these other tensors in q's dtype, or None."""
     if problem.dim not in (64, 128):
         return f"it supports head dimensions 64 and 128, not {problem.dim}"
     if problem.capability() != (9, 0):
@@ -30,7 +30,7 @@ def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | No
         return f"it supports float16 and bfloat16, not {problem.q.dtype}"
     if problem.unit(*others) != 8:
         return "TMA needs rows, heads and batches on 16-byte boundaries"
-    # 32 bits hold the index of a tile, of a key, and of an element of a head's table.
+    # Indices of a tile, of a key, and of an element of a head's table are 32 bits wide.
     places = problem.rows * (problem.columns + 3)
     if max(problem.all_heads * problem.rows, problem.queries + problem.keys, places) >= 2**31 - 2**20:
         return "it counts tiles, keys and blocks in 32 bits, which would overflow"
@@ -38,8 +38,9 @@ def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | No
 
 
 def cuda_fwd_plan(problem: Problem, out: torch.Tensor) -> Callable[..., None]:
-    """Writes out [B, Hq, Sq, D] and lse [B, Hq, Sq], contiguous, given (q, k, v, table, bias, out, lse) like those of a
-    problem without `cuda_unsupported_reason`. There is at least one query and one key."""
+    """Returns a function of (q, k, v, table, bias, out, lse), which must have the signatures of these. It writes out
+    [B, Hq, Sq, D] and lse [B, Hq, Sq], contiguous. The problem has no `cuda_unsupported_reason`, and at least one query
+    and one key."""
     q, k, v = (unexpanded(x) for x in (problem.q, problem.k, problem.v))
     expanded = q is not problem.q or k is not problem.k or v is not problem.v
     config = configs.pick_cuda_config(problem.dim, problem.block)
@@ -89,7 +90,7 @@ def cuda_fwd_plan(problem: Problem, out: torch.Tensor) -> Callable[..., None]:
 
 
 def _sizes(problem: Problem) -> tuple[int, ...]:
-    """The integers of forward.cu's Problem."""
+    """Returns the integers of forward.cu's Problem."""
     return (
         problem.all_heads * problem.rows,
         problem.rows,
@@ -120,7 +121,8 @@ def _defines(problem: Problem, config: configs.CudaConfig) -> tuple[str, ...]:
 
 
 def shared_bytes(dim: int, block: int, config: configs.CudaConfig) -> int:
-    """Of a CTA. A team has queries, stages of keys and values, descriptors of a tile and its steps, and mbarriers."""
+    """Returns the shared memory of a CTA. Each team has queries, stages of keys and values, descriptors of a tile and
+    its steps, and mbarriers."""
     queries = block // ROWS * config.q_buffers
     numbers, barriers = 16 + 8 * config.stages, 2 * queries + 4 * config.stages + 2
     team = 2 * dim * (ROWS * queries + 2 * config.block_n * config.stages) + numbers + 8 * barriers
