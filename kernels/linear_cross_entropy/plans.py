@@ -146,7 +146,7 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Step:
-    """Pass 1 of a chunk. The memory of the weight's gradient or the spare slab holds its logits, then their gradient."""
+    """Pass 1 of a chunk. The weight's gradient or the spare slab is the memory of its logits, then their gradient."""
 
     in_gradient: bool
     measure: Measure

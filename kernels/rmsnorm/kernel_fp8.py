@@ -97,7 +97,7 @@ def _rmsnorm_fp8_transposed_kernel(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Writes data_t [dim, rows] and its scales [dim, ceil(rows / BLOCK)] for one tile of BLOCK rows by BLOCK_N columns."""
+    """Writes data_t [dim, rows] and its scales [dim, ceil(rows / BLOCK)] of a tile of BLOCK rows by BLOCK_N columns."""
     tiles_n = tl.cdiv(dim, BLOCK_N)
     tile_m = tl.program_id(0) // tiles_n
     row = tile_m * BLOCK + tl.arange(0, BLOCK)

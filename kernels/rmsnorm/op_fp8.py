@@ -1,4 +1,4 @@
-"""rmsnorm_fp8, the forward with an fp8 output: checks, the fast path of eager calls, registration with torch.library."""
+"""rmsnorm_fp8, the forward with an fp8 output: checks, fast path of eager calls, registration with torch.library."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _check(x, weight, residual, eps, weight_offset, dtype, granularity, scale_fo
 
 
 def _quantise_plan(x, weight, residual, eps, weight_offset, dtype, granularity, scale_format, transpose):
-    """The cached plan for these arguments, built if missing. For plain tensors only: for others the key is incomplete."""
+    """The cached plan for these arguments, built if missing. For plain tensors only: else the key is incomplete."""
     options = (eps, weight_offset, dtype, granularity, scale_format, transpose)
     key = (signature(x), signature(weight), signature(residual), *options)
     plan = _QUANTISE.find(key)

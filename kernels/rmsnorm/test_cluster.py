@@ -1,4 +1,4 @@
-"""The forward over a cluster of CTAs. On any machine: when it runs, and its launch arguments. On Hopper: its results."""
+"""The forward over a cluster of CTAs: on any machine when it runs, and its launch arguments; on Hopper its results."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def test_what_it_does_not_take(monkeypatch):
     assert refused(rows(20480, 20488, start=8)) is None
     assert refused(rows(20480).expand(3, 3, 20480)[0]) is None
     assert refused(rows(20480)[:1].expand(5, 20480)) is None  # a stride of 0
-    assert refused(rows(20480, 20483)[:1]) is None  # that of a single row does not count
+    assert refused(rows(20480, 20483)[:1]) is None  # the stride of a single row does not matter
     assert "16385 to 65536 numbers, not 16384" in refused(rows(16384))
     assert "not 65544" in refused(rows(65544))
     assert "weight of x's dtype torch.bfloat16, not torch.float32" in refused(rows(20480), weight=torch.empty(20480))
     unaligned = "it wants rows on 16-byte boundaries"
-    assert refused(rows(20481)) == unaligned  # those of y
+    assert refused(rows(20481)) == unaligned  # the rows of y
     assert refused(rows(20481)[:1]) == unaligned
     assert refused(rows(20484)) == unaligned
     assert refused(rows(20484, dtype=FP32)) is None
@@ -161,7 +161,7 @@ def rows_of(rows: int, dim: int, dtype: torch.dtype, padding: int = 0) -> torch.
 
 
 def check(x, weight=None, residual=None, offset: float = 0.0, save: bool = True) -> None:
-    """Against fp64, from h as it is stored; h bit for bit. Repeats agree bit for bit."""
+    """Compares with fp64, computed from h as stored; h bit for bit. Repeated calls agree bit for bit."""
     plan = plans.fwd_plan(x, weight, residual, 1e-6, offset, save, "auto")
     y, h, rstd = plan(x, weight, residual)
     if residual is not None:
@@ -170,7 +170,7 @@ def check(x, weight=None, residual=None, offset: float = 0.0, save: bool = True)
     want = h.double() * want_rstd[:, None]
     if weight is not None:
         want *= (weight.float() + offset).double()
-    # Half an ulp, and what fp32 loses in the sum, its root and two products.
+    # Half an ulp, plus the fp32 rounding errors of the sum, its root and two products.
     rtol = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 0.0}[x.dtype] + 4e-6
     torch.testing.assert_close(y.double(), want, rtol=rtol, atol=1e-6)
     if save:
