@@ -129,7 +129,7 @@ def _forward_launch(x_context: torch.Tensor, x_target: torch.Tensor, w1: torch.T
 
 
 class _Sums:
-    """Computes the gradients of W₁, b₁ and b₂ from the points, W₁, b₁ and the gradients of the hidden and the result."""
+    """Computes the gradients of W₁, b₁ and b₂ from the points, W₁, b₁ and the gradients of hidden and result."""
 
     def __init__(self, x_context: torch.Tensor, x_target: torch.Tensor, w1: torch.Tensor, width: int) -> None:
         fixed, hidden, features = _fixed(x_context, x_target), *w1.shape

@@ -85,7 +85,7 @@ class Operands:
             self._launch()
 
     def gradients(self) -> dict[tuple[str, int], torch.Tensor]:
-        """The gradients by (kind, layer). Operands are dropped: another backward through the same graph adds its own."""
+        """The gradients by (kind, layer). Operands are dropped: a second backward through the graph adds its own."""
         self._launch()
         if self._joins is not None:
             self._joins()

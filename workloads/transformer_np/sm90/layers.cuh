@@ -245,7 +245,7 @@ struct Exchange : Place {
     DEVICE void multiply(float (&d)[32], int first, int panels, u32 phase = 0) {
         constexpr int W_STEP = B_ROWS ? 16 * 128 / 16 : 32 / 16;
         int before = 0;
-        pin(d);  // the sums stay where they are in the loop: otherwise ptxas waits after each wgmma
+        pin(d);  // accumulators keep their registers in the loop: otherwise ptxas waits after each wgmma
 #pragma unroll 1
         for (int p = 0; p < panels; p++, ring.next()) {
             if (OF_HIDDEN && p % 8 == 0) bar_wait(smem + HIDDEN_FULL + p, phase);
