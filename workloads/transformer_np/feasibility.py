@@ -120,7 +120,7 @@ def feasibility(
         heads          2 d s R                  their input, before and after its norm
         backward       the larger of the heads', K f s min(R, 8448) + d s R + K f d s, and with more than 8448 rows
                        another 4 K f d; and of a layer's, (4 + s) K f d + f s T + 2 d s T
-        gradients      4 P, less the memory that is freed by then; the result is 0 except for very few points
+        gradients      4 P, less the memory that is freed by then: 0 except for very few points
 
     Memory is that of layers apart; layers in one launch need some per cent less at the peak.
 

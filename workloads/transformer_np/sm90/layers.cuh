@@ -86,7 +86,7 @@ struct Weights {
 // All clusters read the same panels at about the same time: without being asked for before, each would wait for memory
 // and not for L2, with no more than the ring under way. Of all panels each cluster asks for every n-th, of n clusters.
 struct Ahead {
-    int panel = blockIdx.x / CLUSTER;  // the next of this cluster's, from the one on that is next of all
+    int panel = blockIdx.x / CLUSTER;  // the next panel that this cluster prefetches, relative to `a`'s first
     DEVICE void ask(const Panels& a, int layer) {
         for (; panel < a.count; panel += gridDim.x / CLUSTER)
             tma_prefetch(a.map, a.column_of(panel), a.row_of(panel), layer);

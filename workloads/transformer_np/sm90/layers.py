@@ -1,4 +1,4 @@
-"""Launches of layers_forward.cu and layers_backward.cu: the layers that they support, and the tensors that they write."""
+"""Launches of layers_forward.cu and layers_backward.cu: the layers that they support, the tensors that they write."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def common_defines(hidden: int, exact_norms: bool) -> tuple[str, ...]:
 
 
 def _weights_maps(key: _Key) -> tuple[cuda_driver.TensorMap, ...]:
-    """The tensor maps of all layers' weights: of q, k and v, of the output projection, up and down; boxes of 64 by 64."""
+    """The tensor maps of all layers' weights: of q, k and v, the output projection, up and down; boxes of 64 by 64."""
     found = []
     for rows, columns in ((3 * WIDTH, WIDTH), (WIDTH, WIDTH), (key.hidden, WIDTH), (WIDTH, key.hidden)):
         like = torch.empty_strided(
