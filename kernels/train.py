@@ -315,7 +315,7 @@ class TrainStep:
     def _give_up(self, reason: str) -> None:
         self.reason = reason
         warnings.warn(f"TrainStep: steps run without a CUDA graph: {reason}", stacklevel=4)
-        with contextlib.suppress(RuntimeError):  # the error that a failed capture leaves behind is reported here, once
+        with contextlib.suppress(RuntimeError):  # the pending error of a failed capture is reported here, once
             torch.cuda.synchronize(self.device)
         # A generator that was used in the capture stays registered with it, and could not be used outside a graph.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]

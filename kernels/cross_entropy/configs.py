@@ -13,7 +13,7 @@ import triton
 NARROW = 4096  # columns of the widest row that a Triton CTA holds in registers
 CLUSTER_THREADS, CLUSTER_VECTORS = 256, 8  # threads of a CTA of a cluster; 16-byte vectors of a thread, at most
 VECTOR, LINE = 16, 128  # bytes of the widest load, and of a line of L2
-REGISTERS = 65536  # of an SM
+REGISTERS = 65536  # per SM
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def pick_cluster_config(vocab: int, dtype: torch.dtype, terms: bool) -> ClusterC
 
     Record: "The gradient in the forward over clusters" in EXPERIMENTS.md (H200).
     """
-    vectors = vocab * dtype.itemsize // VECTOR  # of a row
+    vectors = vocab * dtype.itemsize // VECTOR  # per row
     ctas = triton.next_power_of_2(triton.cdiv(vectors, CLUSTER_THREADS * CLUSTER_VECTORS))
     return cluster_config(ctas, CLUSTER_THREADS, vocab, dtype, terms)
 

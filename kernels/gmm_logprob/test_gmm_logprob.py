@@ -222,7 +222,7 @@ def test_one_launch_forward_and_one_backward(reduction, launches):
 @pytest.mark.parametrize("rows", [97, 300])
 def test_the_unit_of_a_sum_is_for_the_rows_of_the_largest_program(rows, launches, monkeypatch):
     """Up to an average |log p| of 512, the sum needs only the first word, which all programs add to anyway."""
-    monkeypatch.setattr(plans, "MAX_PROGRAMS", 3)  # of 4 tiles, and of 10
+    monkeypatch.setattr(plans, "MAX_PROGRAMS", 3)  # for 4 tiles, and for 10
     gmm_logprob(*inputs(rows, 10), "sum")
     ((_, arguments),) = launches
     assert arguments["grid"] == (3,)

@@ -38,7 +38,7 @@ class Chunks:
 
     @property
     def blocks(self) -> int:
-        """Of one chunk."""
+        """The number of blocks of one chunk."""
         return -(-self.elements // BLOCK)
 
     @property
@@ -53,6 +53,6 @@ class Chunks:
 
     @property
     def bytes(self) -> int:
-        """Of one chunk."""
+        """The size of one chunk in bytes."""
         unpadded = self.scales_at + 4 * self.blocks
         return -(-unpadded // ALIGNMENT) * ALIGNMENT

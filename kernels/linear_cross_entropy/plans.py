@@ -118,7 +118,7 @@ def _measure(rows: View, parts: list[tuple[list[Product], Launch]]) -> Measure:
 
 
 class _Result:
-    """Where the losses of the rows are stored, and their reduction."""
+    """The storage of the losses of the rows, and their reduction."""
 
     def __init__(self, p: Problem, target: torch.Tensor) -> None:
         self._device, self._size = p.device, p.held.size

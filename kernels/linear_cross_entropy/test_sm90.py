@@ -118,7 +118,7 @@ def test_a_part_of_the_statistics_is_a_tile() -> None:
     assert logits.stats_of(p, chunk) == Stats(3, 192, False)
     smooth = dataclasses.replace(p, loss=PLAIN._replace(label_smoothing=0.1))
     assert logits.stats_of(smooth, chunk) == Stats(3, 192, True)
-    assert logits.stats_of(dataclasses.replace(smooth, vocab=321), chunk).parts == 3  # of 160
+    assert logits.stats_of(dataclasses.replace(smooth, vocab=321), chunk).parts == 3  # tiles of 160 columns
 
 
 def numbers(address: int, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...]) -> torch.Tensor:

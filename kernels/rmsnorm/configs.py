@@ -83,7 +83,7 @@ def pick_cluster_config(dim: int, dtype: torch.dtype, weight: bool, residual: bo
     In bf16 with a weight, an SM then has 4 or 5 resident CTAs at different phases, and 80 to 96 KB of x in flight.
     """
     threads, most, line = 256, 6, 128 // VECTOR
-    vectors = dim * dtype.itemsize // VECTOR  # of a row
+    vectors = dim * dtype.itemsize // VECTOR  # per row
     ctas = triton.next_power_of_2(triton.cdiv(vectors, threads * most))
     cta_vectors = triton.cdiv(triton.cdiv(vectors, ctas), line) * line  # entire L2 cache lines
     thread_vectors = triton.cdiv(cta_vectors, threads)

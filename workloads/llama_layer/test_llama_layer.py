@@ -198,7 +198,7 @@ def test_a_step_in_16_bits_updates_masters_and_rounds_them() -> None:
 
 @pytest.mark.parametrize("name", ["tiny-b1-s4-fp32", "tiny-b2-s4-fp8-fp32"])
 def test_before_the_feed_forward_all_but_the_residual_is_free(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a gradient: every tensor that is alive beside the feed-forward's two largest ones adds to peak memory."""
+    """Without a gradient. A tensor that lives as long as the feed-forward's two largest ones adds to peak memory."""
     given, made = inputs(name), []
 
     def keeping(function):
@@ -303,7 +303,7 @@ def test_gradients_in_fp8_are_a_few_percent_off_and_the_result_is_that_without()
     out = layer(x)
     found = torch.autograd.grad(out, leaves, dout)
     with torch.no_grad():
-        # What is quantised in other launches is the same; sums of a GPU's tensor cores are not to the bit.
+        # Quantisation in separate launches gives the same codes, but accumulation in a GPU's tensor cores differs.
         assert relative(layer(x) - out, out - x) < 0.02
     layer.fp8 = False
     exact = torch.autograd.grad(layer(x), leaves, dout)

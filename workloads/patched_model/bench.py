@@ -99,7 +99,7 @@ def cost(case: Case, mode: str) -> Cost:
 
 
 def stand_in(case: Case) -> StandIn | None:
-    """The stand-in of a timed case. The oracle of an entire model with its moments does not fit in memory beside it."""
+    """The stand-in of a timed case, whose model leaves too little memory for an oracle of the same size."""
     if not case.bench:
         return None
     smaller = dataclasses.replace(

@@ -104,7 +104,7 @@ def made(sizes: Sizes, device: torch.device, architectures: Any = None) -> Any:
     with torch.random.fork_rng(devices=[]), torch.device("meta"):  # random numbers are drawn even for meta tensors
         model = getattr(architectures or transformers, f"{family}ForCausalLM")(config)
     rotary = model.model.rotary_emb
-    with torch.device(device):  # its frequencies are no parameters
+    with torch.device(device):  # the rotary frequencies are not parameters, so they need real memory
         model.model.rotary_emb = type(rotary)(config)
     return model.train()
 

@@ -18,7 +18,7 @@ from .ranges import FUNCTIONS, WEIGHT_GRADIENTS, stage_ranges
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAIN = dict(attention="sdpa", mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch", optimizer="torch")
-APART = STAGES[1:]  # the stages of a step whose layers are no launch of their own
+APART = STAGES[1:]  # the stages of a step whose layers are separate launches
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 
 

@@ -20,7 +20,7 @@ MOST_BYTES = 1 << 29  # limit of the operands that are kept until the end of the
 MOST_ROWS = 1536  # limit of the rows for which unused keys and values are computed
 LAYERS_AT_ONCE = 1  # layers whose gradients are launched together if they are overlapped
 
-KINDS = ("q", "kv", "out", "up", "down", "before attention", "before mlp")  # of weights; the last two are norms'
+KINDS = ("q", "kv", "out", "up", "down", "before attention", "before mlp")  # of weights; the last two are of norms
 
 
 def pick_weight_gradients(layers: int, rows: int, width: int, hidden: int, itemsize: int) -> str:

@@ -13,7 +13,7 @@ from ..problem import Problem
 from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
-BLOCK_M, BLOCK_K, THREADS = 128, 64, 384  # of logits.cu
+BLOCK_M, BLOCK_K, THREADS = 128, 64, 384  # as in logits.cu
 STATS, LOGITS, GRADIENT = range(3)  # epilogues of logits.cu
 HALVES = (torch.float16, torch.bfloat16)
 VECTOR = 8  # elements of 16 bytes

@@ -11,7 +11,7 @@ import torch
 from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
-WIDTH, HEADS, ROWS, PANEL, CLUSTER, THREADS = 512, 8, 64, 64, 8, 224  # of layers.cuh
+WIDTH, HEADS, ROWS, PANEL, CLUSTER, THREADS = 512, 8, 64, 64, 8, 224  # as in layers.cuh
 HIDDEN = (CLUSTER * PANEL, 22 * PANEL)  # the narrowest and the widest
 SHARED = 22 * 8192 + 6 * 8192 + 2048 + 8 * 33  # bytes: panels, pipeline stages, sums, mbarriers
 ALIGNMENT = 16  # bytes; TMA requires it of addresses and strides
