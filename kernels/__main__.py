@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-MOST_JOBS = 4  # of selftest: each has a CUDA context, and examples of a model's size
+MOST_JOBS = 4  # of selftest: each has a CUDA context and examples of a size typical of models
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and given.command == "selftest":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before the ops are imported
+        os.environ["TRITON_INTERPRET"] = "1"  # before the ops are imported: it is read when a kernel is defined
     from . import info, selftest
 
     known = selftest.ops()

@@ -31,7 +31,7 @@ def version(distribution: str) -> str | None:
 
 
 def environment() -> Iterator[tuple[str, str]]:
-    """What there is, as (name, text)."""
+    """Yields the versions and the GPU of this environment, as (name, text)."""
     yield "ridgeline", f"{__version__}, {os.path.dirname(__file__)}"
     yield "Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     yield "PyTorch", f"{torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA")
@@ -49,7 +49,7 @@ def environment() -> Iterator[tuple[str, str]]:
 
 
 def missing() -> Iterator[str]:
-    """What is absent and would change which kernels run, or what the package offers, with the way to bring it."""
+    """Yields what is absent and would change which kernels run or what the package offers, with how to install it."""
     if version("triton") is None:
         yield "Triton, in which most kernels are written (pip install triton; on Linux it comes with PyTorch)"
     if not torch.version.cuda:
@@ -67,8 +67,8 @@ def missing() -> Iterator[str]:
 
 
 def launched(op: str, device: str, with_backward: bool = True, **options: str) -> list[str]:
-    """The kernels that an op launches for a call of a size that models have, forward and backward or forward alone, as
-    the profiler sees them; kernels of PyTorch itself are left out. `options` choose a version."""
+    """The kernels that an op launches for a call of a size typical of models, as the profiler records them, for forward
+    and backward or the forward alone. Kernels of PyTorch itself are omitted. `options` select a version."""
     call = selftest.example(op, device, torch.bfloat16, False)
     call = {**call, "inputs": {**call["inputs"], **options}, "grads": call["grads"] if with_backward else ()}
     fn = selftest.function(op)
@@ -82,9 +82,9 @@ def launched(op: str, device: str, with_backward: bool = True, **options: str) -
 
 
 def versions(op: str, device: str) -> Iterator[tuple[str, str]]:
-    """Each version of an op that has several, as ("option=value", what was found): that "auto" takes it, which is so
-    where the same kernels are launched, that it runs on request, or why it does not. Of an option that is not for the
-    backward the forward decides, for the backward may have other versions."""
+    """Yields ("option=value", finding) for each version of an op that has several. The finding is that "auto" uses it,
+    if the same kernels are launched; that it runs on request; or why it does not run. For an option that is not for the
+    backward only the forward is compared, as the backward may have other versions."""
     for option, values in selftest.example(op, "meta", torch.bfloat16, False).get("versions", {}).items():
         backward = option == "backward"
         taken = launched(op, device, backward)
@@ -98,7 +98,7 @@ def versions(op: str, device: str) -> Iterator[tuple[str, str]]:
 
 
 def on_hopper(op: str) -> str:
-    """What "auto" takes on compute capability 9.0 for the same call. The tests hold it to what is dispatched there."""
+    """The version that "auto" uses on compute capability 9.0 for the same call. Tests compare it with the dispatch."""
     call = selftest.example(op, "meta", torch.bfloat16, False)
     if chosen := [f'{option}="{value}"' for option, value in call.get("hopper", {}).items()]:
         return ", ".join(chosen)
@@ -107,8 +107,8 @@ def on_hopper(op: str) -> str:
 
 
 def rule(op: str) -> Iterator[tuple[str, str]]:
-    """Why "auto" takes what it takes, as (function, what it says of itself): the pure functions of an op's configs
-    that choose among versions."""
+    """Yields (function, its docstring) for the pure functions in an op's configs that choose among versions, which
+    explain the choice of "auto"."""
     module = f"{__package__}.{op}.configs"
     if importlib.util.find_spec(module) is None:
         return
@@ -120,7 +120,7 @@ def rule(op: str) -> Iterator[tuple[str, str]]:
 
 
 def report(names: list[str], device: str) -> int:
-    """Prints it all; 0."""
+    """Prints the whole report. Returns the exit status, 0."""
     for name, text in environment():
         print(f"{name:10} {text}")
     lacks = list(missing())

@@ -1,8 +1,8 @@
 """Modules over the kernels: `from ridgeline.nn import RMSNorm`.
 
-Each is a thin wrapper around one public function and has the parameters, under the names, of the module that it
-replaces: of torch.nn where there is one, otherwise of Hugging Face's Llama. So a state dict of that module loads, and
-goes back. What a function computes, for which dtypes, and what it raises stands in its own docstring.
+Each module is a thin wrapper around one public function. It has the parameters of the module that it replaces, under
+the same names: of torch.nn if there is one, otherwise of Hugging Face's Llama. So state dicts can be exchanged with
+that module. The docstring of the function says what it computes, for which dtypes, and what it raises.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ __all__ = [
 class RMSNorm(nn.Module):
     """`rmsnorm` over the last dimension, with the parameter `weight` [D] of torch.nn.RMSNorm and LlamaRMSNorm.
 
-    eps            None is that of fp32, as torch.nn.RMSNorm takes it for 16 bits too; Hugging Face's models say theirs
-    weight_offset  added to the weight: 1 is Gemma's convention, whose weights begin at 0
+    eps            None: the machine epsilon of fp32, as in torch.nn.RMSNorm, also for 16 bits; Hugging Face's models
+                   specify theirs
+    weight_offset  added to the weight: 1 is Gemma's convention, whose weights are initialised to 0
 
     forward(x) returns y. forward(x, residual) adds the residual first, in the same launch, and returns (y, x +
-    residual), whose second is the next layer's residual.
+    residual); the latter is the next layer's residual.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights that leave the normalised numbers as they are."""
+        """Sets the weight so that it does not change the normalised values."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
@@ -99,7 +100,8 @@ class GELU(nn.Module):
 class SwiGLU(nn.Module):
     """down_proj(act(gate_proj(x)) · up_proj(x)): the feed-forward layer of Llama, with LlamaMLP's parameters.
 
-    activation  of `swiglu`: "silu" (Llama, Mistral, Qwen), "gelu_tanh" (Gemma), "gelu", "relu", "sigmoid", "identity"
+    activation  as in `swiglu`: "silu" (Llama, Mistral, Qwen), "gelu_tanh" (Gemma), "gelu", "relu", "sigmoid",
+                "identity"
     """
 
     def __init__(
@@ -126,11 +128,11 @@ class SwiGLU(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """`fused_mlp` with the parameters of LlamaMLP (gate_proj, up_proj, down_proj), or without a gate of PhiMLP (fc1,
-    fc2). Other than in SwiGLU, whose products are PyTorch's, the activation is part of the products.
+    """`fused_mlp` with the parameters of LlamaMLP (gate_proj, up_proj, down_proj) or, without a gate, of PhiMLP (fc1,
+    fc2). The activation is fused into the GEMMs, whereas SwiGLU uses PyTorch's GEMMs.
 
-    activation, save, backend  of `fused_mlp`
-    bias                       of fc1 and fc2; a gated layer has none
+    activation, save, backend  as in `fused_mlp`
+    bias                       whether fc1 and fc2 have a bias; a gated layer has none
     """
 
     def __init__(
@@ -172,13 +174,13 @@ class FusedMLP(nn.Module):
 class RotaryEmbedding(nn.Module):
     """`rope` with the angles p · base^(−2i / dim) of position p and pair i (arXiv:2104.09864, section 3.2.2).
 
-    It has no parameters and no buffers: tables of cos and sin, in fp32 whatever the model's dtype is, are made for a
-    device when they are first needed there, for twice the positions whenever they are too short.
+    It has no parameters and no buffers. Tables of cos and sin, always in fp32, are computed for a device when they are
+    first needed there, and for twice the positions whenever they are too short.
 
-    dim            rotated columns of a head; the others pass through
+    dim            rotated columns of a head; the others are not changed
     base           10 000 in Llama 2, 500 000 in Llama 3
-    max_positions  that the first table has. With position_ids it is the bound: nothing is read from the device, so a
-                   position beyond the table gives NaN.
+    max_positions  positions of the initial table. With position_ids it is the limit: nothing is read from the device,
+                   so a position outside the table gives NaN.
     interleaved    pairs are columns (2i, 2i + 1) instead of (i, i + dim / 2)
     layout         "bshd", or "bhsd" with heads before tokens
 
@@ -230,7 +232,7 @@ class RotaryEmbedding(nn.Module):
         )
 
     def __getstate__(self) -> dict:
-        """Tables are made again where a copy is used."""
+        """The state without tables, which a copy computes again."""
         return {**self.__dict__, "_tables": {}}
 
     def extra_repr(self) -> str:
@@ -247,7 +249,7 @@ class Attention(nn.Module):
     rotary        a RotaryEmbedding of layout "bshd" that is applied to q and k, or None
 
     forward(x [B, S, hidden_size], context=None, position_ids=None) returns [B, S, hidden_size]. Keys and values are
-    made of `context` [B, Sk, hidden_size], by default of x; with a context there is no rotary embedding.
+    projections of `context` [B, Sk, hidden_size], by default of x. With a context there is no rotary embedding.
     """
 
     def __init__(
@@ -309,9 +311,10 @@ class Attention(nn.Module):
 class CrossEntropyLoss(nn.Module):
     """`cross_entropy` with the arguments, and the buffer `weight`, of torch.nn.CrossEntropyLoss; targets are indices.
 
-    z_loss, softcap  of `cross_entropy`
+    z_loss, softcap  as in `cross_entropy`
 
-    forward(input, target) takes input [V], [N, V] or [N, V, d1, …] and target [], [N] or [N, d1, …], as torch's does.
+    forward(input, target) takes input [V], [N, V] or [N, V, d1, …] and target [], [N] or [N, d1, …], as in torch, and
+    returns the loss.
     """
 
     def __init__(
@@ -347,9 +350,9 @@ class CrossEntropyLoss(nn.Module):
 
 class LinearCrossEntropyLoss(nn.Module):
     """`linear_cross_entropy` of a linear layer with the parameters `weight` [V, H] and `bias` [V] of torch.nn.Linear,
-    so that the logits are never in memory. A model that ties its embedding assigns it to `weight`.
+    so that the logits are never all in memory. For tied embeddings, assign the embedding to `weight`.
 
-    ignore_index, label_smoothing, softcap, z_loss, reduction, scratch_bytes  of `linear_cross_entropy`
+    ignore_index, label_smoothing, softcap, z_loss, reduction, scratch_bytes  as in `linear_cross_entropy`
 
     forward(hidden [..., H], target [...]) returns the loss.
     """

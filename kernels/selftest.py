@@ -1,4 +1,4 @@
-"""`python -m ridgeline selftest`: each op against the reference in its folder, forward and backward."""
+"""`python -m ridgeline selftest`: compares each op with the reference in its folder, forward and backward."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-# The largest error of an element over the largest element: some ten roundings of the dtype.
+# The largest allowed error of an element, relative to the largest element: about ten roundings of the dtype.
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-INTERPRETED = (torch.float32, torch.float16)  # the dtypes that Triton's interpreter computes rightly
+INTERPRETED = (torch.float32, torch.float16)  # the dtypes for which Triton's interpreter is correct
 
 
 @dataclass(frozen=True)
 class Result:
-    """How one op went in one dtype: `status` is "ok", "wrong", "failed" or "skipped", `error` the largest of all its
-    outputs and gradients, in units of the tolerance."""
+    """The result of one op in one dtype. `status` is "ok", "wrong", "failed" or "skipped". `error` is the largest error
+    of all outputs and gradients, in units of the tolerance."""
 
     op: str
     dtype: torch.dtype
@@ -34,14 +34,14 @@ class Result:
 
 
 def ops() -> list[str]:
-    """The kernels of this package, by their folders."""
+    """The names of the ops in this package, which are those of their folders."""
     package = importlib.import_module(__package__)
     found = (module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
     return [name for name in found if importlib.util.find_spec(f".{name}.example", __package__)]
 
 
 def example(op: str, device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """A call of an op, as `example.py` of its folder has it."""
+    """The call of an op that `example.py` in its folder defines."""
     return importlib.import_module(f".{op}.example", __package__).example(device, dtype, small)
 
 
@@ -50,8 +50,8 @@ def function(op: str) -> Callable[..., Any]:
 
 
 def run(names: list[str], device: str, jobs: int = 1) -> Iterator[Result]:
-    """Every op that is named, in each dtype. On a GPU also in bf16 at a size that models have. Most of the time is
-    compilation and the interpreter's, so ops are shared out to `jobs` processes."""
+    """Yields the results of the named ops, in each dtype; on a GPU also in bf16 at a size typical of models. Most of
+    the time is compilation or the interpreter, so ops are distributed over `jobs` processes."""
     if min(jobs, len(names)) <= 1:
         for name in names:
             yield from _results(name, device)
@@ -71,8 +71,8 @@ def _results(name: str, device: str) -> list[Result]:
 
 
 def prepare(device: str) -> None:
-    """This process for Triton's interpreter, whose many small tensors are slower on several threads, and whose NumPy
-    warns of what is masked."""
+    """Prepares this process for Triton's interpreter: its many small tensors are slower on several threads, and NumPy
+    warns of masked elements."""
     if device == "cpu":
         torch.set_num_threads(1)
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
@@ -97,7 +97,8 @@ def _timed(name: str, device: str, dtype: torch.dtype, small: bool) -> Result:
 
 
 def compare(name: str, device: str, dtype: torch.dtype, small: bool) -> float | None:
-    """The largest error of an output or a gradient over its tolerance; None where the interpreter cannot tell."""
+    """The largest error of an output or a gradient, divided by its tolerance. None for a dtype that the interpreter
+    does not compute correctly."""
     call = example(name, device, dtype, small)
     reference = getattr(importlib.import_module(f".{name}.reference", __package__), f"{name}_reference")
     wide = torch.float64 if small else torch.float32
@@ -111,8 +112,8 @@ def compare(name: str, device: str, dtype: torch.dtype, small: bool) -> float | 
 
 
 def outputs(fn: Callable[..., Any], call: dict[str, Any], dtype: torch.dtype | None, updated: bool) -> list:
-    """Outputs, then gradients, of a call on copies of its inputs, cast to `dtype` where they are floating-point. For
-    an op in place, where `updated`, the inputs that it updates stand for its outputs."""
+    """Outputs, then gradients, of a call on copies of its inputs, cast to `dtype` if they are floating-point. For an
+    op in place (`updated`), the outputs are the inputs that it updates."""
 
     def copy(value: Any) -> Any:
         if isinstance(value, list):
@@ -155,7 +156,7 @@ def _error(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, exact: bool) ->
 
 
 def report(names: list[str], device: str, jobs: int = 1) -> int:
-    """Prints a line for each result; 1 if one was wrong or failed."""
+    """Prints a line per result. Returns the exit status: 1 if one was wrong or failed."""
     print(f"each op against its reference on {device}, errors in units of the tolerance")
     print(f"{'op':24} {'dtype':9} {'status':8} {'error':>6} {'s':>6}")
     bad = skipped = 0

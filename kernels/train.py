@@ -1,7 +1,7 @@
-"""A step of training as one CUDA graph: `from ridgeline.train import TrainStep`.
+"""A training step as one CUDA graph: `from ridgeline.train import TrainStep`.
 
-Forward, backward, clipping, optimizer and schedule are captured together, so that a step costs the host one launch. A
-model whose kernels take microseconds is bound by its launches without this.
+Forward, backward, clipping, optimizer and schedule are captured together, so that a step costs the host one launch.
+Without a graph, a model whose kernels take microseconds is bound by its launches.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .adamw import PointerTables, clip_scale
 
 __all__ = ["TrainStep", "total_norm"]
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # that clip_scale takes
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes that clip_scale supports
 _SYNCHRONISES = "called a synchronizing CUDA operation"
-_WARM_UP = 2  # calls: the first makes the optimizer's states and compiles, the second shows what always synchronises
+_WARM_UP = 2  # calls: the first creates optimizer states and compiles; the second shows what always synchronises
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Which of the micro-steps between two updates: the first begins with gradients of zero, the last updates."""
+    """The kind of a micro-step between two updates: the first begins with zero gradients, the last updates."""
 
     first: bool
     last: bool
@@ -35,7 +35,7 @@ class _Kind:
 
 @dataclass
 class _Shape:
-    """What is kept for one kind of micro-step on batches of one signature."""
+    """The cached state for one kind of micro-step on batches of one signature."""
 
     calls: int = 0
     graph: torch.cuda.CUDAGraph | None = None
@@ -44,7 +44,7 @@ class _Shape:
 
 
 class TrainStep:
-    """One step of training, `loss = step(**batch)`, as one CUDA graph where that can be.
+    """Runs one training step, `loss = step(**batch)`, as one CUDA graph if possible.
 
         g = Σ over `accumulate` calls of ∂loss / accumulate,  g ← g · min(1, clip / ‖g‖₂),   optimizer(g, lr · schedule)
 
@@ -52,29 +52,30 @@ class TrainStep:
                 `loss` that is one, as Hugging Face's models do
     optimizer   `ridgeline.adamw.AdamW`, or one of torch.optim that is `capturable`. With a graph its lr becomes a
                 tensor on the device, which may be changed in place
-    capture     False never makes a graph
+    capture     False: never capture a graph
     clip        the largest 2-norm of all gradients together, or None
-    schedule    (updates made so far) -> factor of each group's lr; the host writes it to the device before an update
+    schedule    (updates so far) -> factor of each group's lr; the host writes it to the device before an update
     accumulate  calls between two updates; they may have different shapes
-    scaler      a torch.amp.GradScaler: the loss is scaled, an update with inf or NaN in its gradients is left out
-    graphs      how many are kept, one for each signature of a batch, and with `accumulate` for each of up to three
-                kinds of call; the least recently used is dropped. They share one pool of memory
-    history     how many losses are kept on the device
+    scaler      a torch.amp.GradScaler: the loss is scaled, and an update with inf or NaN in its gradients is skipped
+    graphs      number of cached graphs, one for each signature of a batch and, with `accumulate`, for each of up to
+                three kinds of call; the least recently used is evicted. They share one memory pool
+    history     number of losses kept on the device
 
-    A call copies the batch into buffers of the graph. Tensors may come from the host; whatever is no tensor must be
-    hashable and is part of the signature. It returns the loss, detached, on the device, and never waits for the GPU;
-    `losses()` waits, once. `grad_norm` is the norm before the last clipping, a tensor on the device that each update
+    A call copies the batch into the graph's buffers. Tensors may be on the host; other arguments must be hashable and
+    are part of the signature. The call returns the loss, detached, on the device, and never synchronises; `losses()`
+    synchronises once. `grad_norm` is the norm before the last clipping, a tensor on the device that each update
     overwrites. Without accumulation there are no gradients after an update, as after `optimizer.zero_grad()`.
 
-    The first two calls of a signature run without a graph, on a stream of their own, and are steps like the others.
-    What cannot be captured runs without a graph for good, and `reason` says why; the steps are the same. That is so on
-    the CPU, where the model or the optimizer waits for the GPU (`.item()`, a mask as an index, the cache of a Hugging
-    Face model with a sliding window that is neither patched nor given use_cache=False), and where the capture itself
-    fails. What Python does beside launching kernels happens only in calls that are not replayed: a model that counts
-    its calls or chooses a branch must not be captured. Call `reset()` after anything that replaces tensors of model,
-    optimizer or scaler, such as `optimizer.load_state_dict`.
+    The first two calls of a signature run without a graph, on a side stream, and are steps like the others. A step that
+    cannot be captured always runs without a graph, with the same results, and `reason` says why. This is the case on
+    the CPU, if the model or the optimizer synchronises (`.item()`, a mask as an index, the cache of a Hugging Face
+    model with a sliding window that is neither patched nor given use_cache=False), and if the capture itself fails. A
+    replay launches kernels but runs no Python code: a model that counts its calls or chooses a branch must not be
+    captured. Call `reset()` after anything that replaces tensors of model, optimizer or scaler, such as
+    `optimizer.load_state_dict`.
 
-    Raises ValueError for an argument out of range or a loss that is not a scalar, TypeError for one that is no tensor.
+    Raises ValueError for an argument out of range or a loss that is not a scalar, TypeError for a loss that is no
+    tensor.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class TrainStep:
             self._make_capturable()
 
     def __call__(self, *args: Any, **batch: Any) -> torch.Tensor:
-        """One call of the model, and every `accumulate`-th time an update. Returns the loss."""
+        """Calls the model and, every `accumulate`-th time, performs an update. Returns the loss."""
         position = self.calls % self.accumulate
         kind = _Kind(first=position == 0, last=position == self.accumulate - 1)
         if kind.last and self.schedule is not None:
@@ -129,29 +130,29 @@ class TrainStep:
         return loss
 
     def losses(self) -> torch.Tensor:
-        """The losses of the last calls, at most `history`, oldest first: fp32, on the CPU. Waits for the GPU."""
+        """The losses of the last calls, at most `history`, oldest first: fp32, on the CPU. Synchronises."""
         kept = min(self.calls, self.history)
         start = (self.calls - kept) % self.history
         return torch.roll(self._ring.cpu(), -start)[:kept]
 
     @property
     def captured(self) -> int:
-        """How many graphs there are."""
+        """The number of captured graphs."""
         return sum(shape.graph is not None for shape in self._shapes.values())
 
     def reset(self) -> None:
-        """Drops all graphs; later calls make them anew. Waits for the GPU, which may be replaying one."""
+        """Drops all graphs; later calls capture new ones. Synchronises, as the GPU may be replaying one."""
         if self._shapes and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._shapes.clear()
         self._pool, self._tables = None, PointerTables()
 
     def state_dict(self) -> dict[str, int]:
-        """Where the schedule and the accumulation stand; model, optimizer and scaler have state dicts of their own."""
+        """The state of the schedule and the accumulation. Model, optimizer and scaler have their own state dicts."""
         return {"calls": self.calls, "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where `state_dict` was taken, at an update. Losses of before are not kept."""
+        """Continues from the update at which `state_dict` was taken. Earlier losses are dropped."""
         if state["calls"] % self.accumulate:
             raise ValueError(f"TrainStep: state must be of an update, got one of {state['calls'] % self.accumulate}")
         self.reset()
@@ -169,8 +170,8 @@ class TrainStep:
         return None
 
     def _make_capturable(self) -> None:
-        """lr as a tensor on the device, and steps counted there."""
-        # PyTorch's optimizers warn of steps without a graph, which the first ones are.
+        """Makes lr a tensor on the device, and lets the optimizer count steps on the device."""
+        # PyTorch's optimizers would warn of steps without a graph, such as the first ones.
         self.optimizer._warned_capturable_if_run_uncaptured = True
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             lr = group["lr"]
@@ -228,8 +229,8 @@ class TrainStep:
 
     @contextlib.contextmanager
     def _clipped(self) -> Iterator[None]:
-        """Within it the optimizer sees clipped gradients. One that divides gradients by a scale, as GradScaler asks
-        for, clips them in its own pass over them."""
+        """A context in which the optimizer sees clipped gradients. An optimizer that divides gradients by a scale, as
+        GradScaler requests, clips them in its own pass over them."""
         grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         scales = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         plain = grads and all(type(g) is torch.Tensor and not g.is_sparse and g.device == self.device for g in grads)
@@ -247,7 +248,7 @@ class TrainStep:
             del optimizer.grad_scale
 
     def _scale(self, grads: list[torch.Tensor], clip: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of all gradients in fp32, and what they are to be divided by: clip_grad_norm_'s formula."""
+        """(norm of all gradients in fp32, scale by which to divide them), by clip_grad_norm_'s formula."""
         if all(g.is_cuda and g.dtype in _FLOATS for g in grads):
             return clip_scale(grads, clip, tables=self._tables)
         norm = total_norm(grads)
@@ -284,8 +285,8 @@ class TrainStep:
                 torch.cuda.synchronize(self.device)  # it may be running
 
     def _warm_up(self, kind: _Kind, leaves: list[Any], tree: Any, judge: bool) -> torch.Tensor:
-        """A step without a graph, on the side stream, as PyTorch asks for before a capture. The last one is watched for
-        what waits for the GPU, which the first may do that makes states."""
+        """Runs a step without a graph, on the side stream, as PyTorch requires before a capture. The last one is
+        watched for synchronisation; the first, which creates states, may synchronise."""
         current = torch.cuda.current_stream()
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side), _synchronisations(judge) as found:
@@ -302,7 +303,7 @@ class TrainStep:
             for x in leaves
         ]
         graph = torch.cuda.CUDAGraph()
-        if not self.captured:  # the pool of graphs that are all gone cannot be used again
+        if not self.captured:  # once all of its graphs are destroyed, a memory pool cannot be used again
             self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.device)
         # Thread-local: another thread, such as one that pins memory for a data loader, may allocate meanwhile.
@@ -314,9 +315,9 @@ class TrainStep:
     def _give_up(self, reason: str) -> None:
         self.reason = reason
         warnings.warn(f"TrainStep: steps run without a CUDA graph: {reason}", stacklevel=4)
-        with contextlib.suppress(RuntimeError):  # what a failed capture has left is reported here, once
+        with contextlib.suppress(RuntimeError):  # the pending error of a failed capture is reported here, once
             torch.cuda.synchronize(self.device)
-        # A generator that was in use waits for the end of the capture, and would draw no numbers outside it.
+        # A generator that was used in the capture stays registered with it, and could not be used outside a graph.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         generator.graphsafe_set_state(generator.clone_state())
         self._shapes.clear()
@@ -349,7 +350,7 @@ def _signature(leaf: Any) -> Hashable:
 
 @contextlib.contextmanager
 def _synchronisations(watch: bool) -> Iterator[list[str]]:
-    """Where PyTorch waits for the GPU meanwhile, as file:line; nothing is found, nor changed, without `watch`."""
+    """A context that lists where PyTorch synchronises within it, as file:line. Without `watch` it does nothing."""
     found: list[str] = []
     if not watch:
         yield found

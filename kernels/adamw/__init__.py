@@ -1,4 +1,4 @@
-"""AdamW for lists of parameters in one launch: a function and an optimizer; and the scale that clips gradients."""
+"""AdamW for lists of parameters in one launch: a function and an optimizer. Also the scale that clips gradients."""
 
 from .op import AdamW, PointerTables, adamw
 from .op_clip import clip_scale

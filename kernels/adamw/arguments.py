@@ -1,4 +1,4 @@
-"""The checks of adamw: errors before any launch, which name the argument."""
+"""The checks of adamw's arguments: errors before any launch, which name the argument."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = "float32, float16 or bfloat16"
 def check_hyperparameters(
     lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> None:
-    """Ranges and types. The device of a tensor lr is checked with the tensors."""
+    """Checks ranges and types. The device of a tensor lr is checked with the tensors."""
     if isinstance(lr, torch.Tensor):
         if lr.numel() != 1 or not lr.is_floating_point():
             raise ValueError(f"adamw: lr must have one floating-point element, got {lr.dtype} {tuple(lr.shape)}")
@@ -38,7 +38,7 @@ def _check_number(name: str, value: object, end: float) -> None:
 
 
 def check_seed(seed: object) -> None:
-    """Philox takes a key of 64 bits, which is one argument of a kernel."""
+    """Checks that the seed fits the 64-bit key of Philox, which is one argument of a kernel."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"adamw: seed must be a number in [0, 2^63), got {seed!r}")
 
@@ -51,7 +51,7 @@ def check_tensors(
     master_params: Sequence[torch.Tensor | None] | None,
     stochastic_rounding: bool,
 ) -> None:
-    """Lengths, dtypes, shapes, devices and overlaps of the lists."""
+    """Checks the lengths of the lists, and dtypes, shapes, devices and overlap of their tensors."""
     lists: dict[str, Sequence[Any]] = {
         "params": params,
         "grads": grads,
@@ -85,7 +85,7 @@ def check_tensors(
 
 
 def check_grads(grads: Sequence[torch.Tensor]) -> None:
-    """The gradients of clip_scale."""
+    """Checks the gradients of clip_scale."""
     if not isinstance(grads, list | tuple):
         raise TypeError(f"clip_scale: grads must be a list of tensors, got {type(grads).__name__}")
     if not grads:
@@ -106,7 +106,7 @@ def check_max_norm(max_norm: object) -> None:
 
 
 def check_kind(name: str, dtype: torch.dtype, has_master: bool, stochastic_rounding: bool) -> None:
-    """ValueError where a parameter of this dtype cannot have this rounding."""
+    """Raises ValueError if a parameter of this dtype cannot have this rounding."""
     if has_master and dtype == torch.float32:
         raise ValueError(f"adamw: {name} is float32 and must have no master weights (None in master_params)")
     if stochastic_rounding and not has_master and dtype == torch.float16:
@@ -114,7 +114,7 @@ def check_kind(name: str, dtype: torch.dtype, has_master: bool, stochastic_round
 
 
 def check_scalar(name: str, tensor: object, device: torch.device, op: str = "adamw") -> None:
-    """A tensor of one fp32 element on that device."""
+    """Checks that `tensor` has one fp32 element and is on the device."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
         raise TypeError(f"{op}: {name} must be a tensor of float32, got {kind(tensor)}")
     if tensor.numel() != 1:

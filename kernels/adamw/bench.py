@@ -1,7 +1,7 @@
 """The declaration of adamw: cases, cost, peers. `python -m harness bench --kernel adamw`.
 
 The op takes lists and the harness single tensors, so the inputs are called p0, p1 … (params), g (grads), m (exp_avgs),
-v (exp_avg_sqs) and w (master_params), and a wrapper collects them. A step returns what it has updated, in that order.
+v (exp_avg_sqs) and w (master_params), and a wrapper collects them. A step returns the updated tensors, in that order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def pieces(matrices: int, vectors: int, rows: int, cols: int) -> dict[str, int]:
 
 
 def _shapes(case: Case) -> list[tuple[int, ...]]:
-    """Of the parameters of a case: a number of matrices and vectors, or layers of a Llama."""
+    """The shapes of a case's parameters: a number of matrices and vectors, or layers of a Llama."""
     dims = case.dims
     if "layers" in dims:
         hidden, inner = dims["hidden"], dims["inner"]
@@ -51,7 +51,7 @@ def _shapes(case: Case) -> list[tuple[int, ...]]:
 
 
 def _dtype(case: Case, index: int) -> torch.dtype:
-    """Of a parameter and its gradient. In a mixed case the vectors are fp32, as norms often are."""
+    """The dtype of a parameter and its gradient. In a mixed case the vectors are fp32, as norms often are."""
     vector = len(_shapes(case)[index]) == 1
     return FP32 if case.params.get("mixed") and vector else case.dtype
 
@@ -69,7 +69,7 @@ CASES = (
     make_case("llama-master-clip", LLAMA, BF16, bench=True, master=True, max_norm=1.0),
     make_case("llama-stochastic", LLAMA, BF16, bench=True, stochastic_rounding=True),
     make_case("200-small", pieces(100, 100, 512, 512), FP32, bench=True),
-    # Boundary cases: an odd size, no element, one, a block and a remainder, aligned and unaligned addresses.
+    # Boundary cases: odd sizes, no element, one element, a block and a remainder, aligned and unaligned addresses.
     make_case("odd", pieces(2, 1, 5, 37), FP32),
     make_case("empty", pieces(2, 1, 0, 3), FP32),
     make_case("one", pieces(2, 1, 1, 1), FP32),
@@ -110,21 +110,21 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
             inputs[f"g{index}"].mul_(params["grad_scale"])
     inputs |= {**HYPER, **params}
     if case.params.get("on_device"):
-        # An integer, so that the checks with huge and tiny values do not change the step.
+        # An integer tensor, so that the checks with huge and tiny values do not change the step.
         inputs["step"] = torch.tensor(inputs["step"], device=device)
         inputs["lr"] = torch.tensor(inputs["lr"], device=device)
     return inputs
 
 
 def cost(case: Case, mode: str) -> Cost:
-    """Reads p (or w), g, m and v; writes p, m, v and w. A norm reads g as well."""
+    """A step reads p (or w), g, m and v, and writes p, m, v and w. A norm reads g once more."""
     total = flops = 0
     for index, shape in enumerate(_shapes(case)):
         size, elements = _dtype(case, index).itemsize, torch.Size(shape).numel()
         params = 4 + 4 + size if _has_master(case, index) else 2 * size
         clip = "max_norm" in case.params
         total += elements * (params + size + 16 + size * clip)
-        # m 3, v 4, decay 2, denominator 3, update 3.
+        # FLOPs: m 3, v 4, decay 2, denominator 3, update 3.
         flops += (15 + 2 * clip) * elements
     return Cost(flops=flops, bytes=total)
 
@@ -137,7 +137,7 @@ def extra_bytes(case: Case, mode: str) -> dict[str, int]:
 
 
 def _collected(inputs: Inputs) -> tuple[dict[str, Any], Inputs]:
-    """The lists of tensors, and the other arguments as the op takes them."""
+    """(lists of tensors by name, the op's other arguments)."""
     count = sum(re.fullmatch(r"p\d+", name) is not None for name in inputs)
     lists: dict[str, Any] = {name: [inputs.get(f"{x}{i}") for i in range(count)] for name, x in LISTS.items()}
     tensors = {f"{x}{i}" for x in LISTS.values() for i in range(count)}
@@ -157,7 +157,7 @@ def _updated(lists: dict[str, Any]) -> tuple[torch.Tensor, ...]:
 
 
 def flat(op: Callable[..., None]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """An op with the arguments of `adamw` as the harness calls it: with tensors, and with what it updates returned."""
+    """Wraps an op with the arguments of `adamw` for the harness, which passes tensors and expects the updated ones."""
 
     def step(**inputs: Any) -> tuple[torch.Tensor, ...]:
         lists, options = _collected(inputs)
@@ -169,7 +169,7 @@ def flat(op: Callable[..., None]) -> Callable[..., tuple[torch.Tensor, ...]]:
         except (TypeError, ValueError, RuntimeError) as error:
             if type(error) not in (TypeError, ValueError, RuntimeError):
                 raise
-            # The harness knows the inputs by their names here.
+            # The error must name the inputs as the harness knows them.
             words = re.sub(r"(\w+)\[(\d+)\]", lambda found: LISTS.get(found[1], found[1]) + found[2], str(error))
             raise type(error)(words) from None
         return _updated(lists)
@@ -178,12 +178,12 @@ def flat(op: Callable[..., None]) -> Callable[..., tuple[torch.Tensor, ...]]:
 
 
 def _with_tables(params: list[torch.Tensor], max_norm: float | None = None, **options: Any) -> None:
-    """`adamw` of gradients clipped to max_norm, with tables of addresses that stay as long as the parameters do, as an
-    optimizer's."""
+    """`adamw` with gradients clipped to max_norm. Its tables of addresses live as long as the parameters, as those of
+    an optimizer."""
     tables = None if torch.compiler.is_compiling() else _TABLES.setdefault(params[0], PointerTables())
     if max_norm is not None:
         grads, exp_avgs, exp_avg_sqs = (options[name] for name in ("grads", "exp_avgs", "exp_avg_sqs"))
-        # Before the norm is launched.
+        # Errors must be raised before the norm is launched.
         check_tensors(params, grads, exp_avgs, exp_avg_sqs, options["master_params"], False)
         options["grad_scale"] = clip_scale(grads, max_norm, tables=tables)[1]
     adamw(params, tables=tables, **options)
@@ -205,13 +205,13 @@ def _one_graph(case: Case, mode: str) -> str | None:
 
 
 def _torch(fused: bool) -> Callable[[], Any]:
-    """torch.optim.AdamW's implementations on the same tensors. Master weights are updated by the usual recipe: cast
-    the gradients, step, copy back."""
+    """torch.optim.AdamW's implementations on the same tensors. Master weights are updated in the usual way: cast the
+    gradients, step, copy back."""
 
     def load() -> Any:
         steps: dict[
             Any, list[torch.Tensor]
-        ] = {}  # on the device; the fused implementation reads them and does not advance them
+        ] = {}  # steps on the device; the fused implementation reads them and does not advance them
 
         def step(**inputs: Any) -> tuple[torch.Tensor, ...]:
             lists, options = _collected(inputs)
@@ -219,7 +219,7 @@ def _torch(fused: bool) -> Callable[[], Any]:
             weights = params
             if masters[0] is not None:
                 weights, grads = masters, [g.float() for g in grads]
-            if "max_norm" in options:  # as clip_grad_norm_, which writes the gradients
+            if "max_norm" in options:  # like clip_grad_norm_, which overwrites the gradients
                 norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
                 grads = torch._foreach_mul(grads, (options["max_norm"] / (norm + 1e-6)).clamp(max=1.0))
             beta1, beta2 = options["betas"]
@@ -244,7 +244,7 @@ def _torch(fused: bool) -> Callable[[], Any]:
 
 
 def _optimizer(made: Any, **options: Any) -> Any:
-    """The step of an optimizer over the parameters, which keeps its states itself."""
+    """The step of an optimizer over the parameters. The optimizer owns its states."""
     optimizers: dict[int, Any] = {}
 
     def step(**inputs: Any) -> None:

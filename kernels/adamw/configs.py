@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STEP_BLOCK = 1024  # parameters whose step one CTA of _adamw_step_kernel advances
-SUMS_BLOCK = 2048  # partial sums of squares that _adamw_clip_kernel adds at once
+STEP_BLOCK = 1024  # parameters per CTA of _adamw_step_kernel
+SUMS_BLOCK = 2048  # partial sums of squares per iteration of _adamw_clip_kernel
 EVICT_LAST_ELEMENTS = 4_000_000  # about 110 MB, twice the L2 of an H100 or H200
 
 
@@ -19,9 +19,9 @@ class Config:
 
 
 def pick_config(elements: int, capability: tuple[int, int]) -> Config:
-    """Configuration for parameters of so many elements in total. Pure.
+    """Configuration for parameters of that many elements in total. Pure.
 
-    Always 1024 elements and 8 warps a CTA. So a thread has four elements, one access of 16 bytes to each fp32 tensor,
+    Always 1024 elements and 8 warps per CTA. So a thread has four elements, one access of 16 bytes to each fp32 tensor,
     and with 32 registers occupancy is full. evict_last above 4 million elements; smaller sizes were not measured with
     it.
 
@@ -30,5 +30,5 @@ def pick_config(elements: int, capability: tuple[int, int]) -> Config:
     return Config(1024, 8, "evict_last" if elements > EVICT_LAST_ELEMENTS else "")
 
 
-#: Of _adamw_norm_kernel: 16 KB of bf16 a CTA, four accesses of 16 bytes a thread. Reckoned, not measured.
+#: Config of _adamw_norm_kernel: 16 KB of bf16 per CTA, four accesses of 16 bytes per thread. Reckoned, not measured.
 NORM = Config(block=8192, num_warps=8, eviction="")

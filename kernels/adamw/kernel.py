@@ -1,10 +1,10 @@
-"""AdamW: the kernels, which find their tensors in a table of addresses (`tables`).
+"""The AdamW kernels. They read the addresses of their tensors from a table (`tables`).
 
-Napkin maths, one NVIDIA H200 that copies 4254 GB/s: with fp32 states every element of every kind costs
+Estimate, one NVIDIA H200 that copies 4254 GB/s, fp32 states, bytes per element:
   fp32 parameters                 reads p g m v (16), writes p m v (12)       28 bytes    268 M: 7.5 GB, 1.77 ms
   bf16 parameters, fp32 master    reads w g m v (14), writes w m v p (14)     28 bytes
   bf16 parameters alone           reads p g m v (12), writes p m v (10)       22 bytes
-and about 15 FLOPs, where an H200 could do a hundred in that time. So the kernel is bound by memory; each byte moves
+and about 15 FLOPs, where an H200 could do a hundred in that time. So the kernel is memory-bound. Each byte is moved
 once.
 """
 
@@ -32,8 +32,8 @@ from .tables import (
 
 @triton.jit
 def _bias_correction(step, log_beta):
-    """1 − beta^step = 1 − exp(step · log_beta). In fp32 1 − 0.999 has five correct digits, so the host computes
-    log_beta in fp64, and where the exponent is near 0 a series of exp(x) − 1 replaces the difference."""
+    """1 − beta^step = 1 − exp(step · log_beta). In fp32, 1 − 0.999 has only five correct digits. So the host computes
+    log_beta in fp64, and if the exponent is near 0, a series of exp(x) − 1 replaces the difference."""
     x = step * log_beta
     near = tl.abs(x) < 1.0
     small = tl.where(near, x, 0.0)
@@ -46,7 +46,7 @@ def _bias_correction(step, log_beta):
 @triton.jit
 def _random_bits(element, tensor, step, seed, BLOCK: tl.constexpr):
     """16 random bits for each of BLOCK elements from index `element` on: Philox 4x32-10 (Salmon et al. 2011) with the
-    counter (element / 4, tensor, step). One call gives the bits of the four elements of a thread."""
+    counter (element / 4, tensor, step). One evaluation yields the bits of a thread's four elements."""
     group = element // 4 + tl.arange(0, BLOCK // 4)
     low, high = (group & 0xFFFFFFFF).to(tl.uint32), (group >> 32).to(tl.uint32)
     zero = low * 0
@@ -58,7 +58,7 @@ def _random_bits(element, tensor, step, seed, BLOCK: tl.constexpr):
 def _round_stochastically(x, bits):
     """fp32 x rounded to one of its two neighbours in bf16, with probabilities such that the expected value is x."""
     raised = (x.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000
-    # The addition would carry a nan whose mantissa is all ones over into -0.
+    # Without the select, the addition would turn a nan whose mantissa is all ones into -0.
     return tl.where(x == x, raised.to(tl.float32, bitcast=True), x).to(tl.bfloat16)
 
 
@@ -90,7 +90,7 @@ def _adamw_block(
     EVICTION: tl.constexpr,
 ):
     """Updates the elements first … first + min(limit, BLOCK) − 1 of one parameter, a row of the table. ALIGNED: every
-    address is a multiple of 16 bytes and `limit` of 8 elements, so that accesses are vectors, 16 bytes for fp32."""
+    address is a multiple of 16 bytes and `limit` of 8 elements, so that accesses are vectorised, 16 bytes for fp32."""
     p_ptr = tl.load(row_ptr + PARAM).to(tl.pointer_type(P_TYPE))
     g_ptr = tl.load(row_ptr + GRAD).to(tl.pointer_type(G_TYPE))
     m_ptr = tl.load(row_ptr + EXP_AVG).to(tl.pointer_type(tl.float32))
@@ -112,7 +112,7 @@ def _adamw_block(
         g = g / scale
     if MAXIMIZE:
         g = -g
-    if DECAY:  # 0 times an infinite parameter would be nan
+    if DECAY:  # without it, 0 times an infinite parameter would be nan
         w -= decay * w
     m = beta1 * m + one_minus_beta1 * g
     v = beta2 * v + one_minus_beta2 * g * g
@@ -146,7 +146,7 @@ def _adamw_kernel(
     log_beta2,
     eps,
     weight_decay,
-    seed: tl.int64,  # one type for all values: Triton would compile the kernel again for a seed above 2^31
+    seed: tl.int64,  # typed, as Triton would otherwise compile the kernel again for a seed above 2^31
     KINDS: tl.constexpr,
     LR_IN_MEMORY: tl.constexpr,
     STEP_IN_TABLE: tl.constexpr,
@@ -156,9 +156,9 @@ def _adamw_kernel(
     SMALL: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """One CTA per BLOCK elements of a parameter; cta_rows_ptr gives its row of the table. KINDS are the (dtype of the
-    parameter, dtype of the gradient, rounding) that occur; a CTA branches to its own. The host computes 1 − beta in
-    fp64."""
+    """One CTA per BLOCK elements of a parameter; cta_rows_ptr holds its row of the table. KINDS are the combinations
+    (dtype of the parameter, dtype of the gradient, rounding) that occur; a CTA branches to the code of its own kind.
+    The host computes 1 − beta in fp64."""
     found = 0.0
     if found_inf_ptr is not None:
         found = tl.load(found_inf_ptr)
@@ -166,7 +166,7 @@ def _adamw_kernel(
         return
     block = tl.program_id(0)
     row_ptr = rows_ptr + tl.load(cta_rows_ptr + block) * COLUMNS
-    first = (block - tl.load(row_ptr + FIRST)) * BLOCK  # 64 bits, as the table
+    first = (block - tl.load(row_ptr + FIRST)) * BLOCK  # 64 bits wide, like the table
     addresses = tl.load(row_ptr + PARAM) | tl.load(row_ptr + GRAD) | tl.load(row_ptr + MASTER)
     addresses |= tl.load(row_ptr + EXP_AVG) | tl.load(row_ptr + EXP_AVG_SQ)
     limit = tl.minimum(tl.load(row_ptr + NUMEL) - first, BLOCK).to(tl.int32)
@@ -188,7 +188,8 @@ def _adamw_kernel(
                     grad_scale_ptr is not None, True, BLOCK, EVICTION,
                 )  # fmt: skip
             else:
-                # By elements, in a loop of SMALL: its registers then do not limit the occupancy of the aligned path.
+                # By single elements, in a loop over blocks of SMALL, so that the registers of this path do not limit
+                # the occupancy of the aligned path.
                 for start in range(0, limit, SMALL):
                     _adamw_block(
                         row_ptr, first + start, limit - start, step, lr, lr * weight_decay, beta1, beta2,
@@ -200,7 +201,7 @@ def _adamw_kernel(
 
 @triton.jit
 def _adamw_step_kernel(rows_ptr, found_inf_ptr, tensors, BLOCK: tl.constexpr):
-    """Adds 1 to the step of every parameter, unless found_inf says that gradients overflowed."""
+    """Adds 1 to the step of every parameter, unless found_inf is set, which means that gradients overflowed."""
     found = 0.0
     if found_inf_ptr is not None:
         found = tl.load(found_inf_ptr)

@@ -1,4 +1,4 @@
-"""Brings the tensors of a parameter into one dense memory order, so that the kernel needs no strides."""
+"""Brings the tensors of a parameter into the same dense memory order, so that the kernel needs no strides."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .tables import Tensors
 
 @contextmanager
 def dense(tensors: Tensors) -> Iterator[Tensors]:
-    """The same tensors where those of each parameter are dense in the same memory order. Others are replaced by copies,
-    and those that the step writes are copied back at the end."""
+    """A context with tensors that are dense in the memory order of their parameter. Tensors that are not are replaced
+    by copies, and those that the step writes are copied back at the end."""
     columns: list[list[Any]] = [tensors.params, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.masters]
     if all(False not in [t is None or t.is_contiguous() for t in column] for column in columns):
         yield tensors
@@ -44,14 +44,14 @@ def dense(tensors: Tensors) -> Iterator[Tensors]:
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or where it is not dense a copy: its elements in one piece of memory, in any order."""
+    """The tensor if it is dense, that is, occupies contiguous memory in any dimension order; otherwise a copy."""
     if tensor.is_contiguous() or _same_order(tensor.shape, tensor.stride(), _order(tensor)):
         return tensor
     return tensor.contiguous()
 
 
 def _order(param: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a dense tensor in the memory order of the parameter: its own where it is dense."""
+    """The strides of a dense tensor in the parameter's memory order: the parameter's own strides if it is dense."""
     return torch.empty_like(param, device="meta").stride()
 
 

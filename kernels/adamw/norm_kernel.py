@@ -1,7 +1,7 @@
-"""The norm of many gradients, and the scale that clips them: two kernels, which find the gradients in a table of
-addresses (`tables`).
+"""Two kernels for the norm of many gradients and the scale that clips them. They read the gradients' addresses from a
+table (`tables`).
 
-Each gradient is read once: 2 bytes an element in bf16, beside the 28 that AdamW's step moves (`kernel`).
+Each gradient is read once: 2 bytes per element in bf16, compared to the 28 that AdamW's step moves (`kernel`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from .tables import COLUMNS, FIRST, GRAD, KIND, NUMEL
 
 @triton.jit
 def _squares(row_ptr, first, limit, G_TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """g² in fp32 of the elements first … first + min(limit, BLOCK) − 1 of a gradient, a row of the table; 0 beyond.
-    ALIGNED: its address is a multiple of 16 bytes and `limit` of 8 elements."""
-    # Loaded here, because a hint on an argument of a function is lost when the function is inlined.
+    """g² in fp32 of the elements first … first + min(limit, BLOCK) − 1 of a gradient, a row of the table, and 0 past
+    them. ALIGNED: its address is a multiple of 16 bytes and `limit` of 8 elements."""
+    # The pointer is loaded here, because an alignment hint on an argument is lost when the function is inlined.
     g_ptr = tl.load(row_ptr + GRAD).to(tl.pointer_type(G_TYPE))
     if ALIGNED:
         g_ptr = tl.multiple_of(g_ptr, 16)
@@ -28,11 +28,11 @@ def _squares(row_ptr, first, limit, G_TYPE: tl.constexpr, ALIGNED: tl.constexpr,
 
 @triton.jit
 def _adamw_norm_kernel(rows_ptr, cta_rows_ptr, sums_ptr, KINDS: tl.constexpr, BLOCK: tl.constexpr, SMALL: tl.constexpr):
-    """Σ g² of at most BLOCK elements of a gradient, one CTA each; cta_rows_ptr gives its row of the table. KINDS are
-    those of the table, whose second entry is the gradient's dtype."""
+    """Writes Σ g² of at most BLOCK elements of a gradient per CTA; cta_rows_ptr holds its row of the table. KINDS are
+    those of the table; the second entry of each is the gradient's dtype."""
     block = tl.program_id(0)
     row_ptr = rows_ptr + tl.load(cta_rows_ptr + block) * COLUMNS
-    first = (block - tl.load(row_ptr + FIRST)) * BLOCK  # 64 bits, as the table
+    first = (block - tl.load(row_ptr + FIRST)) * BLOCK  # 64 bits wide, like the table
     limit = tl.minimum(tl.load(row_ptr + NUMEL) - first, BLOCK).to(tl.int32)
     aligned = (tl.load(row_ptr + GRAD) % 16 == 0) & (limit % 8 == 0)
     kind = tl.load(row_ptr + KIND)
@@ -49,7 +49,7 @@ def _adamw_norm_kernel(rows_ptr, cta_rows_ptr, sums_ptr, KINDS: tl.constexpr, BL
 
 @triton.jit
 def _adamw_clip_kernel(sums_ptr, grad_scale_ptr, norm_ptr, scale_ptr, max_norm, count, BLOCK: tl.constexpr):
-    """One CTA: the norm from `count` sums, in a fixed order, and the scale."""
+    """Writes the norm, from `count` sums in a fixed order, and the scale. One CTA."""
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -60,4 +60,4 @@ def _adamw_clip_kernel(sums_ptr, grad_scale_ptr, norm_ptr, scale_ptr, max_norm, 
     norm = tl.sqrt_rn(tl.sum(squares, 0)) / given
     excess = tl.where(max_norm == float("inf"), 0.0, (norm + 1e-6) / max_norm)  # inf / inf would be nan
     tl.store(norm_ptr, norm)
-    tl.store(scale_ptr, tl.where(excess < 1.0, 1.0, excess) * given)  # a norm of nan stays nan, as in PyTorch
+    tl.store(scale_ptr, tl.where(excess < 1.0, 1.0, excess) * given)  # if the norm is nan, so is the scale (PyTorch)

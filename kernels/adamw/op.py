@@ -1,4 +1,4 @@
-"""The public function: checks, the lean eager call, registration with torch.library. `AdamW` is in `optimizer`."""
+"""The function adamw: checks, fast path of eager calls, registration with torch.library. `AdamW` is in `optimizer`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tables import Tensors
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
-# Keys of lists of tensors that have passed the checks. Few, because a key is as long as the lists.
+# Keys of lists of tensors that have passed the checks. The cache is small, because a key is as long as the lists.
 _CHECKED = Plans(size=16)
 
 
@@ -41,7 +41,7 @@ def adamw(
     found_inf: torch.Tensor | None = None,
     tables: PointerTables | None = None,
 ) -> None:
-    """One step of AdamW in place, all parameters in one launch (Loshchilov and Hutter 2019, arXiv:1711.05101, alg. 2).
+    """Computes one step of AdamW in place, for all parameters in one launch.
 
         g ← g / grad_scale, −g to maximise
         θ ← θ − lr · weight_decay · θ
@@ -49,32 +49,37 @@ def adamw(
         v ← β₂ · v + (1 − β₂) · g²
         θ ← θ − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + eps)
 
-    in fp32, in PyTorch's order, where t is `step`, 1 for the first, and θ the master weight where there is one. The
-    host reads nothing: with tensors for lr and step a call can be captured in a CUDA graph and replayed as they change.
-    Results are bit-wise repeatable, also with stochastic rounding, whose random bits depend only on the seed, the step,
-    the parameter's index in the list and the element's index in memory.
+    in fp32, in PyTorch's order. t is `step`, and θ is the master weight if there is one. The host reads no tensor: with
+    tensors for lr and step, a call can be captured in a CUDA graph and replayed as they change. Results are bit-wise
+    repeatable, also with stochastic rounding, whose random bits depend only on the seed, the step, the parameter's
+    index in the list and the element's index in memory.
 
-    params         fp32, fp16 or bf16, any shapes and any mixture, all on one device
-    grads          of the params' shapes; any of these dtypes
-    exp_avgs       m, fp32
-    exp_avg_sqs    v, fp32
-    step           a number from 1 on, a fp32 tensor of one element on the device, or such a tensor for each parameter
+    params         list of fp32, fp16 or bf16 tensors, any shapes and any mixture, all on one device
+    grads          list of tensors of the params' shapes, in any of these dtypes
+    exp_avgs       m, list of fp32 tensors of the params' shapes
+    exp_avg_sqs    v, list of fp32 tensors of the params' shapes
+    step           a number, 1 for the first step, a fp32 tensor of one element on the device, or a list of such tensors
     lr             a number, or a floating-point tensor of one element on the device
-    master_params  None, or for each parameter the fp32 weights that it is a rounded copy of, or None
+    betas, eps, weight_decay
+                   numbers; (β₁, β₂) and eps of the formula
+    maximize       maximise, with −g in place of g
+    master_params  None, or a list with, for each parameter, None or the fp32 weights of which it is a rounded copy
     stochastic_rounding
                    bf16 parameters without master weights are rounded to one of the two neighbours, with probabilities
-                   such that the expected value is the fp32 result (Gupta et al. 2015, arXiv:1502.02551, sec. 3);
-                   otherwise to the nearest
-    seed           0 <= seed < 2^63
-    grad_scale     None or a fp32 tensor of one element. The gradients themselves stay as they are.
-    found_inf      None or a fp32 tensor of one element; where it is not 0 nothing is changed
-    tables         a PointerTables that keeps the table of addresses from call to call; otherwise each call makes one
+                   such that the expected value is the fp32 result; otherwise to the nearest
+    seed           of the random bits, 0 <= seed < 2^63
+    grad_scale     None or a fp32 tensor of one element. The gradients themselves are not changed.
+    found_inf      None or a fp32 tensor of one element; if it is not 0, nothing is changed
+    tables         a PointerTables that caches tables of addresses between calls; otherwise each call builds one
 
-    Where the tensors of a parameter are dense with the same memory order they are updated in place; others are copied
-    first, and copied back.
+    Tensors of a parameter that are dense with the same memory order are updated in place; others are copied first, and
+    copied back. Returns None.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong length, shape, device or range, RuntimeError for
     CPU tensors outside Triton's interpreter.
+
+    AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101, alg. 2. Stochastic rounding: Gupta et al. 2015,
+    arXiv:1502.02551, sec. 3.
     """
     check_hyperparameters(lr, betas, eps, weight_decay)
     plain = _plain(params, grads, exp_avgs, exp_avg_sqs, master_params)
@@ -142,7 +147,7 @@ def _plain(*lists: Any) -> bool:
 
 
 def _key(*lists: Any) -> Hashable:
-    """All that `check_tensors` depends on. None for tensors without strides, which it rejects."""
+    """The key with everything that `check_tensors` depends on. None for tensors without strides, which it rejects."""
     *columns, masters, stochastic_rounding = lists
     tensors = [tensor for column in columns for tensor in column]
     present = None if masters is None else tuple([master is not None for master in masters])
@@ -150,7 +155,7 @@ def _key(*lists: Any) -> Hashable:
         tensors += [master for master in masters if master is not None]
     try:
         strides = tuple(map(torch.Tensor.stride, tensors))
-    except (RuntimeError, TypeError):  # a sparse tensor, or none
+    except (RuntimeError, TypeError):  # a sparse tensor, or None
         return None
     counts = tuple(map(len, columns))
     return (counts, present, bool(stochastic_rounding), strides, *map(_SHAPE_AND_MORE, tensors))
@@ -165,13 +170,13 @@ def _tensors(params, grads, exp_avgs, exp_avg_sqs, masters, steps, stochastic_ro
 
 
 def _step(given: Tensors, tables: PointerTables, step: float | None, rates: tuple[Any, ...]) -> None:
-    """One step of checked tensors."""
+    """Runs one step on checked tensors."""
     with dense(given) as tensors:
         update_of(tensors, tables)(step, *rates)
 
 
 def _steps(step: object, count: int, device: torch.device) -> tuple[float, list[torch.Tensor]]:
-    """The step as a number, or as a tensor for each parameter."""
+    """(step as a number, [step tensor of each parameter]): either the number is 0 or the list is empty."""
     if isinstance(step, int) and not isinstance(step, bool):
         if step < 1:
             raise ValueError(f"adamw: step must be at least 1, got {step}")
@@ -211,7 +216,8 @@ def _adamw_op(
     found_inf: torch.Tensor | None,
     tables: int,
 ) -> None:
-    """master_params are those that are not None, master_of the indices of their parameters."""
+    """The op of `adamw`. master_params has the entries that are not None; master_of has the indices of their
+    parameters."""
     masters = dict(zip(master_of, master_params, strict=True))
     every_master = [masters.get(i) for i in range(len(params))]
     given = _tensors(params, grads, exp_avgs, exp_avg_sqs, every_master, steps, stochastic_rounding)

@@ -1,4 +1,4 @@
-"""The norm of all gradients and the scale that clips them, for a step that divides by it: the public function."""
+"""The public function clip_scale: the norm of all gradients, and the scale by which a step divides to clip them."""
 
 from __future__ import annotations
 
@@ -26,27 +26,30 @@ def clip_scale(
     grad_scale: torch.Tensor | None = None,
     tables: PointerTables | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 2-norm of all gradients together, and the number to divide them by so that it is at most max_norm.
+    """Computes the 2-norm of all gradients together, and the scale by which to divide them so that it is at most
+    max_norm.
 
         norm  = √(Σ g²) / grad_scale
         scale = grad_scale · max(1, (norm + 1e-6) / max_norm)
 
-    as `torch.nn.utils.clip_grad_norm_` has them (Pascanu et al. 2013, arXiv:1211.5063, alg. 1), but the norm is not
-    rounded to the gradients' dtype, and the gradients stay as they are: `adamw(…, grad_scale=scale)` and GradScaler's
-    protocol divide in the pass over them that they make anyway. Two launches and, for addresses that are new, a copy of
-    their table to the device. The host waits for nothing, so that the call can be captured in a CUDA graph, of which
-    max_norm is a constant. Sums are in fp32 in an order that depends on sizes and on alignment to 16 bytes alone: a
-    repeated call gives the same bits. No gradient.
+    as in `torch.nn.utils.clip_grad_norm_`, but the norm is not rounded to the gradients' dtype, and the gradients are
+    not changed: `adamw(…, grad_scale=scale)` and GradScaler's protocol divide when they read the gradients anyway. Two
+    launches and, for new addresses, a copy of their table to the device. The host does not synchronise, so the call can
+    be captured in a CUDA graph, in which max_norm is a constant. Sums are in fp32 in an order that depends only on
+    sizes and on alignment to 16 bytes: a repeated call gives the same bits. Not differentiable.
 
-    grads       fp32, fp16 or bf16, any shapes and any mixture, at least one, all on one device; copied if not dense
-    max_norm    a positive number; inf for the norm alone: scale is grad_scale
-    grad_scale  None or a fp32 tensor of one element, that the gradients were multiplied by
-    tables      a PointerTables that keeps the table of addresses from call to call; otherwise each call makes one
+    grads       list of fp32, fp16 or bf16 tensors, any shapes and any mixture, at least one, all on one device; copied
+                if not dense
+    max_norm    a positive number; inf for the norm alone: scale is then grad_scale
+    grad_scale  None or a fp32 tensor of one element by which the gradients were multiplied
+    tables      a PointerTables that caches tables of addresses between calls; otherwise each call builds one
 
-    Returns (norm, scale), fp32 (). For a finite max_norm both are nan where a gradient is, inf where Σ g² overflows.
+    Returns (norm, scale), fp32 scalars. For a finite max_norm both are nan if a gradient is nan, inf if Σ g² overflows.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, device or range, RuntimeError for CPU
     tensors outside Triton's interpreter.
+
+    Source: Pascanu et al. 2013, arXiv:1211.5063, alg. 1.
     """
     check_grads(grads)
     check_max_norm(max_norm)
@@ -62,7 +65,7 @@ def clip_scale(
 
 
 class _Clip:
-    """The launches for gradients at given addresses, and the table that they read."""
+    """The launches for gradients at given addresses, and the table of addresses that they read."""
 
     def __init__(self, grads: list[torch.Tensor], tables: PointerTables) -> None:
         self.device = grads[0].device
@@ -103,7 +106,7 @@ class _Clip:
 def _clip(
     grads: list[torch.Tensor], max_norm: float, grad_scale: torch.Tensor | None, tables: PointerTables
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of checked gradients."""
+    """Computes (norm, scale) of checked gradients."""
     grads = [packed(grad) for grad in grads]
     key = ("norm", grads[0].device, *((g.data_ptr(), g.numel(), g.dtype) for g in grads))
     clip = tables.find(key)

@@ -15,11 +15,11 @@ from .memory import dense
 from .plans import Update, update_of
 from .tables import PointerTables, Tensors
 
-# The entries of a parameter in `state`, all fp32. A master weight only with master_weights=True.
+# The entries of a parameter in `state`, all fp32. The master weight exists only with master_weights=True.
 STATES = ("step", "exp_avg", "exp_avg_sq", "master_param")
 
 
-TABLES_OF_A_GROUP = 8  # the addresses of gradients may alternate
+TABLES_OF_A_GROUP = 8  # several, because the addresses of gradients may alternate
 
 _NO_STATE: dict[str, Any] = {}
 _address, _dense = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
@@ -28,35 +28,37 @@ _size, _strides = torch.Tensor.numel, torch.Tensor.stride
 
 @dataclass(frozen=True)
 class _Exact:
-    """A tensor on its way through Optimizer.load_state_dict, which would round it to the dtype of the parameter."""
+    """Wraps a tensor for Optimizer.load_state_dict, which would otherwise round it to the dtype of the parameter."""
 
     tensor: torch.Tensor
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101, alg. 2; the formula is at `adamw`), for each param group and
-    device a small launch that adds 1 to the steps, then one launch over all parameters.
+    """The AdamW optimizer, with the formula of `adamw`. For each param group and device, a step is a small launch that
+    adds 1 to the steps, then one launch over all parameters.
 
-    A drop-in for torch.optim.AdamW: its arguments and param_groups, closures, schedulers, lr as a tensor, hooks,
-    torch.amp.GradScaler, and state dicts that either loads from the other. The differences:
+    A drop-in replacement for torch.optim.AdamW: it supports its arguments and param_groups, closures, schedulers, lr as
+    a tensor, hooks and torch.amp.GradScaler, and each loads the other's state dicts. The differences:
 
     - exp_avg and exp_avg_sq are fp32 for every parameter; PyTorch keeps them in the parameter's dtype.
-    - Steps are counted on the device, so that the optimizer is always `capturable`, and never waits for the GPU. lr is
-      a constant of a CUDA graph unless it is a tensor on the device.
-    - With a GradScaler the gradients are not written back unscaled.
-    - amsgrad and differentiable raise an error; foreach, fused and capturable change nothing.
+    - Steps are counted on the device, so that the optimizer is always `capturable` and never synchronises. lr is a
+      constant of a CUDA graph unless it is a tensor on the device.
+    - With a GradScaler the unscaled gradients are not written back.
+    - amsgrad and differentiable raise an error; foreach, fused and capturable have no effect.
 
     master_weights       keep an fp32 copy of every fp16 and bf16 parameter in state[p]["master_param"], made from the
-                         parameter at its first step; that is what is updated, and the parameter is its rounded copy.
+                         parameter at its first step. A step updates the copy, then rounds it to the parameter.
     stochastic_rounding  round bf16 parameters to one of two neighbours with the fp32 result as expected value, so that
                          small updates are not lost, without extra memory. The random bits depend on `seed`, the step,
                          the parameter's index and the element's.
 
     Raises TypeError for parameters of other dtypes than fp32, fp16 and bf16, ValueError for a bad value, and in `step`
     RuntimeError for sparse gradients and for CPU parameters outside Triton's interpreter.
+
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, alg. 2.
     """
 
-    # GradScaler then sets the attributes grad_scale and found_inf for the duration of `step`.
+    # With this attribute, GradScaler sets the attributes grad_scale and found_inf for the duration of `step`.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -96,7 +98,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Like PyTorch's. ValueError for what this optimizer cannot do."""
+        """Adds a param group, as in PyTorch. Raises ValueError for options that this optimizer does not support."""
         _check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         self._tables.capacity = TABLES_OF_A_GROUP * len(self.param_groups)
@@ -109,7 +111,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_tables", PointerTables())  # of a pickle or a deep copy
+        self.__dict__.setdefault("_tables", PointerTables())  # a pickle or a deep copy has none
         self._tables.capacity = TABLES_OF_A_GROUP * len(self.param_groups)
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -121,8 +123,8 @@ class AdamW(torch.optim.Optimizer):
                     own[name] = _fp32(own[name], param.device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Like PyTorch's, but states stay fp32, and are copies of those in `state_dict`."""
-        handle = self.register_load_state_dict_pre_hook(_keep_exact)  # the last, after the user's
+        """Loads a state dict as in PyTorch, but states stay fp32 and are copies of those in `state_dict`."""
+        handle = self.register_load_state_dict_pre_hook(_keep_exact)  # the last hook, after the user's
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -130,7 +132,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step; returns what the closure, if there is one, returns."""
+        """Performs one step. Returns the result of the closure, or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -143,14 +145,14 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.compiler.disable
     def _update(self, group: dict[str, Any], first: int) -> None:
-        """A step of one group, `first` being the number of its first parameter.
+        """Performs a step of one group. `first` is the index of its first parameter among those of all groups.
 
-        The updates are looked up by the addresses of all tensors and whatever else a table depends on. Where they are
-        found, nothing is built, checked or copied.
+        The updates are looked up by the addresses of all tensors and everything else that a table depends on. If they
+        are found, nothing is built, checked or copied.
         """
         params = group["params"]
         grads = [grad for param in params if (grad := param.grad) is not None]
-        chosen: tuple[int, ...] | None = None  # all of them
+        chosen: tuple[int, ...] | None = None  # None: all parameters
         if len(grads) != len(params):
             chosen = tuple([index for index, param in enumerate(params) if param.grad is not None])
             params = [params[index] for index in chosen]
@@ -169,14 +171,14 @@ class AdamW(torch.optim.Optimizer):
         else:
             numbers = range(len(params)) if chosen is None else chosen
             self._first_run(group, key, params, grads, [first + index for index in numbers])
-        # As any in-place operation does: a backward that needs the overwritten values then raises an error.
+        # As for any in-place operation: a backward that needs the overwritten values must raise an error.
         torch.autograd.graph.increment_version(written)
 
     def _key(
         self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
-        """All that an update of these parameters depends on, and the tensors that it writes. KeyError where a state is
-        missing. Strides are left out where every tensor is contiguous."""
+        """(key with everything that an update of these parameters depends on, tensors that it writes). Raises KeyError
+        if a state is missing. The key omits strides if every tensor is contiguous."""
         state, none = self.state, _NO_STATE
         states = [state.get(param, none) for param in params]
         written = [*params, *[s["exp_avg"] for s in states], *[s["exp_avg_sq"] for s in states]]
@@ -213,8 +215,8 @@ class AdamW(torch.optim.Optimizer):
         grads: list[torch.Tensor],
         numbers: list[int],
     ) -> None:
-        """The first step of a group over these tensors. Its updates are kept under `key`, unless tensors had to be
-        copied to be dense, which each step must do again."""
+        """Performs the first step of a group over these tensors. Its updates are cached under `key`, unless tensors had
+        to be copied to be dense, which each step must repeat."""
         of_device: dict[torch.device, list[int]] = {}
         for index, param in enumerate(params):
             of_device.setdefault(param.device, []).append(index)
@@ -282,7 +284,7 @@ def _check_params(group: dict[str, Any]) -> None:
 
 
 def _init_state(state: dict[str, Any], param: torch.Tensor, master_weights: bool) -> None:
-    """Adds the entries that a parameter's state lacks."""
+    """Adds the missing entries to a parameter's state."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
     for name in ("exp_avg", "exp_avg_sq"):
@@ -309,7 +311,7 @@ def _fp32(value: Any, device: torch.device) -> torch.Tensor:
 
 
 def _lr_on(lr: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
-    """lr as the kernel takes it. A CPU tensor is read on the host, which needs no synchronisation."""
+    """lr as an argument of the kernel. A CPU tensor is read on the host, which needs no synchronisation."""
     if not isinstance(lr, torch.Tensor) or lr.device == device:
         return lr
     if lr.device.type == "cpu":

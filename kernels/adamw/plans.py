@@ -1,4 +1,4 @@
-"""The launch plan of a step over given tensors: their table on the device, and the launches that read it."""
+"""The launch plan of a step over given tensors: their table of addresses on the device, and the launches."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .kernel import _adamw_kernel, _adamw_step_kernel
 from .launch import Launch, signature
 from .tables import PointerTables, Tensors
 
-MAX_LAUNCHES = 16  # of one table; they differ in whether lr, step, grad_scale, found_inf are tensors
+MAX_LAUNCHES = 16  # per table; they differ in which of lr, step, grad_scale, found_inf are tensors
 
 
 class Update:
-    """A step over dense tensors on one device: made once, called with the hyperparameters."""
+    """A step over dense tensors on one device. Built once per set of tensors, called with the hyperparameters."""
 
     def __init__(self, tensors: Tensors, tables: PointerTables) -> None:
         first = tensors.params[0]
         self.device = first.device
-        # In the interpreter, that of an sm_80.
+        # In the interpreter, the capability of an sm_80 GPU.
         capability = torch.cuda.get_device_capability(first.device) if first.is_cuda else (8, 0)
         self._config = configs.pick_config(sum(t.numel() for t in tensors.params), capability)
         self._tables = tables
@@ -44,8 +44,8 @@ class Update:
         found_inf: torch.Tensor | None,
         advance: bool = False,
     ) -> None:
-        """One step of all parameters in one launch. With `advance` another launch before it adds 1 to their steps. For
-        `step` None the step is read from the tensors in the table. `op` has checked the arguments."""
+        """Updates all parameters in one launch. With `advance` another launch before it adds 1 to their steps. If
+        `step` is None, the kernel reads it from the tensors in the table. `op` must have checked the arguments."""
         if self.device.type == "cuda":
             self._tables.use(self._table)
         rows, cta_rows = self._table.rows, self._table.cta_rows
@@ -121,7 +121,7 @@ class Update:
 
 
 def update_of(tensors: Tensors, tables: PointerTables) -> Update:
-    """The update of these tensors, made and kept in `tables` if it is missing."""
+    """The update of these tensors, cached in `tables`, built if missing."""
     key = tensors.key()
     update = tables.find(key)
     if update is None:

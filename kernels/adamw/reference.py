@@ -1,4 +1,4 @@
-"""AdamW in plain PyTorch, a parameter at a time: the oracle. Computes in fp32 or, given fp64, in fp64."""
+"""AdamW in plain PyTorch, one parameter at a time: the oracle. Computes in fp32 or, given fp64, in fp64."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def adamw_reference(
     grad_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> Lists:
-    """The new params, exp_avgs, exp_avg_sqs and those of master_params that there are. What is to be rounded at random
-    is rounded to the nearest here: only the mean is defined."""
+    """The new params, exp_avgs, exp_avg_sqs and those of master_params that are not None. Stochastic rounding is
+    replaced by rounding to nearest: only its mean is defined."""
     beta1, beta2 = betas
     if isinstance(step, torch.Tensor):
         step = step.double()
@@ -59,6 +59,6 @@ def adamw_reference(
 def clip_scale_reference(
     grads: Sequence[torch.Tensor], max_norm: float, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 2-norm of all gradients, and the number to divide them by so that it is at most max_norm."""
+    """(2-norm of all gradients, scale by which to divide them so that it is at most max_norm)."""
     norm = torch.stack([g.to(dtype).square().sum() for g in grads]).sum().sqrt()
     return norm, ((norm + 1e-6) / max_norm).clamp(min=1.0)

@@ -1,7 +1,7 @@
 """The table of addresses that lets one launch update many parameters, and its copy to the GPU.
 
-The table has a row for each parameter: the addresses of its tensors, its size, its kind. `cta_rows` has, for each CTA,
-the row that it works on. Both stay valid as long as the addresses do, so `PointerTables` keeps them.
+The table has one row per parameter: the addresses of its tensors, its size, its kind. `cta_rows` has, for each CTA, the
+index of the row that it processes. Both stay valid as long as the addresses do, so `PointerTables` caches them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, STEP, NUMEL, FIRST, KIND, SEQUENCE = (
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-# How a parameter is written: the fp32 result rounded to its dtype; the fp32 master weight updated and rounded to it;
-# the fp32 result rounded stochastically.
+# How a parameter is written: the fp32 result rounded to the parameter's dtype; the fp32 master weight updated, then
+# rounded to the parameter; the fp32 result rounded stochastically.
 PLAIN, FROM_MASTER, STOCHASTIC = (tl.constexpr(i) for i in range(3))
 
 
 @dataclass
 class Tensors:
-    """The tensors of one launch, on one device; each list is as long as `params` or empty. Tensors are dense, those of
-    one parameter in the same memory order. `sequences` has the number of each parameter in the counter of Philox."""
+    """The tensors of one launch, on one device. Each list is as long as `params` or empty. Tensors are dense, and those
+    of a parameter have the same memory order. `sequences` has the index of each parameter in Philox's counter."""
 
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
@@ -46,12 +46,12 @@ class Tensors:
     stochastic: bool
 
     def addresses(self) -> tuple[list[int], ...]:
-        """In the order of the table's columns."""
+        """The addresses of each list of tensors, in the order of the table's columns."""
         columns = (self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, self.masters, self.steps)
         return tuple([0 if t is None else t.data_ptr() for t in column] for column in columns)
 
     def key(self) -> tuple[Any, ...]:
-        """All that a table depends on."""
+        """The key with everything that a table depends on."""
         dtypes = tuple(t.dtype for t in (*self.params, *self.grads))
         sizes = tuple(t.numel() for t in self.params)
         return (
@@ -64,7 +64,7 @@ class Tensors:
         )
 
     def kind(self, index: int) -> tuple[Any, Any, int]:
-        """Dtypes of parameter and gradient, and the rounding: what the kernel is specialised for."""
+        """(dtype of the parameter, dtype of the gradient, rounding), for which the kernel is specialised."""
         dtype = self.params[index].dtype
         rounding = PLAIN
         if self.masters and self.masters[index] is not None:
@@ -76,9 +76,9 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Table:
-    """On the device: `rows` int64 [parameters, COLUMNS], `cta_rows` int32 [CTAs]. The column KIND is an index into
-    `kinds`. `stream` is the CUDA stream of the copies to the device, `pinned` the host memory that they read where they
-    are part of a CUDA graph."""
+    """A table on the device: `rows` int64 [parameters, COLUMNS], `cta_rows` int32 [CTAs]. The column KIND is an index
+    into `kinds`. `stream` is the CUDA stream of the copies to the device. `pinned` is the host memory that these copies
+    read, if they are part of a CUDA graph."""
 
     rows: torch.Tensor
     cta_rows: torch.Tensor
@@ -88,11 +88,12 @@ class Table:
 
 
 class PointerTables:
-    """The tables of an optimizer. One is built where an address is new, and used as long as all addresses stay.
+    """A cache of tables for an optimizer. A table is built for new addresses, and reused while all addresses stay the
+    same.
 
-    At most `capacity` are kept, more than one because the addresses of gradients may alternate. A table used during the
-    capture of a CUDA graph is kept for good, because each replay reads it, and so is its pinned memory where the copy
-    itself was captured. `built` counts the tables made.
+    At most `capacity` tables are cached, more than one because the addresses of gradients may alternate. A table used
+    during the capture of a CUDA graph is never freed, because each replay reads it. Neither is its pinned memory, if
+    the copy itself was captured. `built` counts the tables built.
     """
 
     def __init__(self, capacity: int = 8) -> None:
@@ -102,13 +103,13 @@ class PointerTables:
         self._latest: Any = None  # the entry of _kept that was used last
         self._cta_rows: WeakValueDictionary[Hashable, torch.Tensor] = WeakValueDictionary()
         self._in_graphs: dict[int, Table] = {}
-        # An op of torch.library can take a number but not this object.
+        # An op of torch.library takes this number, as it cannot take the object.
         self.handle = next(_handles)
         _by_handle[self.handle] = self
 
     @staticmethod
     def of(handle: int) -> PointerTables:
-        """The tables of a handle; for 0 new ones, which keep only what a CUDA graph needs."""
+        """The PointerTables of a handle. For handle 0 a new one, which keeps only the tables that CUDA graphs need."""
         tables = _by_handle.get(handle)
         if tables is None:
             tables = PointerTables(capacity=0)
@@ -116,7 +117,7 @@ class PointerTables:
         return tables
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PointerTables, (self.capacity,)  # a copy has tensors at other addresses
+        return PointerTables, (self.capacity,)  # without tables: a copy has tensors at other addresses
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -125,9 +126,9 @@ class PointerTables:
         return True
 
     def find(self, key: Hashable) -> Any:
-        """What was kept under a key, or None."""
+        """The cached entry of a key, or None."""
         found = self._kept.get(key)
-        # Not where it is the latest already: the key is long, and a tuple is hashed in every look-up.
+        # Skipped for the latest entry: the key is a long tuple, which is hashed again in every look-up.
         if found is not None and found is not self._latest:
             with suppress(KeyError):  # another thread has removed it
                 self._kept.move_to_end(key)
@@ -135,8 +136,8 @@ class PointerTables:
         return found
 
     def keep(self, key: Hashable, made: Any) -> None:
-        """Keeps what launches with a table, and drops the least recently used. During the capture of a CUDA graph
-        nothing is kept: the copies to the device are recorded and not made, so that the table is empty until the first
+        """Caches an object that launches with a table, and evicts the least recently used one. During the capture of a
+        CUDA graph nothing is cached: the copies to the device are only recorded, so the table is empty until the first
         replay."""
         if _capturing() or not self.capacity:
             return
@@ -146,7 +147,8 @@ class PointerTables:
                 self._kept.popitem(last=False)
 
     def use(self, table: Table) -> None:
-        """To be called before each launch that reads a table. Does not synchronise."""
+        """Makes a table safe to read on the current stream; call it before each launch that reads the table. Does not
+        synchronise."""
         device = table.rows.device
         if device.type != "cuda" or not torch.cuda.is_initialized():  # an ahead-of-time build has no GPU
             return None
@@ -160,7 +162,7 @@ class PointerTables:
         return None
 
     def build(self, tensors: Tensors, block: int) -> Table:
-        """The table of these tensors, for CTAs of `block` elements, with their device current."""
+        """Builds the table of these tensors, for CTAs of `block` elements. Their device must be current."""
         self.built += 1
         device = tensors.params[0].device
         sizes = [t.numel() for t in tensors.params]
@@ -171,7 +173,7 @@ class PointerTables:
         columns = (*tensors.addresses(), sizes, firsts, numbers, tensors.sequences)
         cells = array("q", [x for row in zip(*(c or repeat(0) for c in columns), strict=False) for x in row])
         rows, *pinned = _upload(torch.frombuffer(cells, dtype=torch.int64).view(len(sizes), COLUMNS.value), device)
-        # cta_rows depend only on the sizes, so that tables with other addresses share them.
+        # cta_rows depends only on the sizes, so tables with other addresses share it.
         layout = (device, *blocks)
         cta_rows = self._cta_rows.get(layout)
         capturing = _capturing()
@@ -194,27 +196,27 @@ def _capturing() -> bool:
 
 
 _handles = count(1)
-# A few kilobytes, never freed, for each capture of a call without `tables`: the graph reads them at each replay, and
-# its end is not known.
+# A few kilobytes per capture of a call without `tables`. They are never freed: the graph reads them at each replay, and
+# nothing tells when the graph is destroyed.
 _in_graphs_without_tables: dict[int, Table] = {}
 _by_handle: WeakValueDictionary[int, PointerTables] = WeakValueDictionary()
 
 
 def _used_on_another_stream(*tensors: torch.Tensor) -> None:
-    """Tells the caching allocator that the current stream reads the tensors, so that it does not reuse their memory too
-    early."""
+    """Records in the caching allocator that the current stream reads the tensors, so that their memory is not reused
+    too early."""
     for tensor in tensors:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _upload(host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The tensor on the device, copied asynchronously, and during the capture of a CUDA graph the pinned memory that
-    each replay copies from.
+    """The tensor on the device, copied asynchronously. During the capture of a CUDA graph also the pinned memory from
+    which each replay copies.
 
-    Else that memory is given back here. PyTorch's caching host allocator does not reuse it before the copy has
-    completed, which it learns from an event that it records when the memory is given back. Were that during a later
-    capture, the event would be part of the graph, and each allocation of pinned memory would fail that asks for it
-    ("CUDA error: invalid argument").
+    Otherwise the pinned memory is freed here. PyTorch's caching host allocator does not reuse it before the copy has
+    completed: it records an event when the memory is freed. If the memory were freed during a later capture, the event
+    would be part of that graph, and each later allocation of pinned memory that queries the event would fail ("CUDA
+    error: invalid argument").
     """
     if device.type != "cuda":
         return (host.clone(),)

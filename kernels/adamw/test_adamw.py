@@ -1,4 +1,4 @@
-"""What is special to adamw, the function; `tests/test_specs.py` checks it from SPEC."""
+"""Tests specific to the function adamw; `tests/test_specs.py` checks the rest from SPEC."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def state_of(size: int, count: int = 1, dtype=torch.float32) -> dict[str, list[t
 
 
 def rounded(value: float, size: int = 4096, **options) -> torch.Tensor:
-    """`size` bf16 parameters of 1 that a step moves to `value`, in fp32."""
+    """`size` bf16 parameters of value 1 after a step whose fp32 result is `value`."""
     params = [torch.ones(size, device=DEVICE, dtype=torch.bfloat16)]
     zeros = [torch.zeros(size, device=DEVICE) for _ in range(2)]
-    decay = dict(lr=1.0, weight_decay=1.0 - value)  # no gradient: decay alone
+    decay = dict(lr=1.0, weight_decay=1.0 - value)  # no gradient: weight decay alone
     adamw(params, [torch.zeros_like(params[0])], zeros[:1], zeros[1:], **{**dict(step=1, **decay), **options})
     return params[0].float()
 
@@ -49,7 +49,7 @@ def rounded(value: float, size: int = 4096, **options) -> torch.Tensor:
 
 
 def test_stochastic_rounding_is_right_in_the_mean():
-    """Neighbours of 1 below are 1 - 2^-8 steps apart."""
+    """The bf16 values just below 1 are 2^-8 apart."""
     for part in (0.1, 0.5, 0.9):
         result = rounded(1 - part * 2**-8, 1 << 16, stochastic_rounding=True)
         assert set(result.unique().tolist()) == {1.0, 1 - 2**-8}
@@ -61,7 +61,7 @@ def test_stochastic_rounding_leaves_what_is_exact_and_what_is_no_number():
     assert torch.equal(rounded(1 - 2**-8, stochastic_rounding=True), torch.full((4096,), 1 - 2**-8, device=DEVICE))
     state = state_of(4, dtype=torch.bfloat16)
     special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0], device=DEVICE)
-    # The nan whose bits are all ones is the one that adding to the bits could turn into a number.
+    # The nan whose bits are all ones, which adding to the bits could turn into a number.
     state["params"][0].view(torch.int16).copy_(
         torch.where(special.isnan(), 0x7FFF, special.to(torch.bfloat16).view(torch.int16))
     )
@@ -85,7 +85,7 @@ def test_stochastic_rounding_depends_on_seed_step_place_and_nothing_else(monkeyp
     adamw(pair, grads, zeros[:2], zeros[2:], 1, lr=1.0, weight_decay=2**-9, stochastic_rounding=True)
     assert torch.equal(pair[0].float(), first)
     assert not torch.equal(pair[0], pair[1])
-    # Neither on how the work is cut up.
+    # Nor do they depend on the block size.
     monkeypatch.setattr(configs, "pick_config", lambda *_: configs.Config(2048, 4, ""))
     assert torch.equal(first, rounded(1 - 2**-9, **options))
 
@@ -105,7 +105,7 @@ def test_any_strides(which):
 
 
 def test_a_dimension_of_one_element_may_have_any_stride():
-    """It does not make a tensor overlap itself."""
+    """Such a stride does not make a tensor overlap itself."""
     state = {k: [v[0].as_strided((1, 5000), (0, 1))] for k, v in state_of(5000).items()}
     expected = adamw_reference(**state, step=3, lr=0.1)
     adamw(**state, step=3, lr=0.1)
@@ -113,7 +113,7 @@ def test_a_dimension_of_one_element_may_have_any_stride():
 
 
 def test_a_call_on_plain_tensors_goes_past_torch_library(monkeypatch):
-    """Whose op would cost more host time than the launch."""
+    """The op of torch.library would cost more host time than the launch."""
     monkeypatch.setattr(op, "_adamw_op", None)
     state = state_of(5000)
     expected = adamw_reference(**state, step=3, lr=0.1)
@@ -132,7 +132,7 @@ def test_addresses_off_the_alignment_give_the_same():
 
 
 def test_nothing_behind_the_end_is_written():
-    """A block of fewer elements than a vector has is written by elements."""
+    """A block of fewer elements than a vector is written by single elements."""
     for size in range(1, 10):
         state = {name: [tensors[0][:size]] for name, tensors in state_of(16).items()}
         behind = {name: tensors[0]._base[size:].clone() for name, tensors in state.items()}
@@ -146,7 +146,7 @@ def test_nothing_behind_the_end_is_written():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only the interpreter knows the number that a hint is about")
 def test_what_the_compiler_is_told_of_alignment_is_true(monkeypatch):
-    """Else it would make vector accesses that go past the end. An aligned block gets them: it is told something."""
+    """A wrong hint would lead to vector accesses past the end. An aligned block has vector accesses, so hints exist."""
     told = []
 
     def noted(handle, name, values):
@@ -164,7 +164,7 @@ def test_what_the_compiler_is_told_of_alignment_is_true(monkeypatch):
 
 
 def test_a_call_without_tables_leaves_nothing(monkeypatch):
-    """Not even what only the garbage collector would free, at a time that nobody knows."""
+    """Not even objects in reference cycles, which only the garbage collector would free, at an unknown time."""
     made = []
     build = PointerTables.build
 
@@ -183,7 +183,7 @@ def test_a_call_without_tables_leaves_nothing(monkeypatch):
 
 
 def test_a_call_without_tables_takes_nobody_elses(monkeypatch):
-    """Not those of the first handle either."""
+    """Nor the tables of the first handle."""
     monkeypatch.setattr(tables, "_by_handle", weakref.WeakValueDictionary())
     monkeypatch.setattr(tables, "_handles", itertools.count(1))
     others = [PointerTables() for _ in range(3)]
@@ -192,7 +192,7 @@ def test_a_call_without_tables_takes_nobody_elses(monkeypatch):
 
 
 def test_a_table_keeps_what_each_of_its_copies_reads(monkeypatch):
-    """With uploads as during the capture of a CUDA graph, whose replays copy from the host again."""
+    """Uploads are emulated as during the capture of a CUDA graph, whose replays copy from the host again."""
     sources, made = [], []
     build = PointerTables.build
 
@@ -212,7 +212,7 @@ def test_a_table_keeps_what_each_of_its_copies_reads(monkeypatch):
 
 
 def test_a_table_that_a_graph_reads_is_kept(monkeypatch):
-    """Stand-ins for a capture on the first GPU."""
+    """With mocks of a capture on the first GPU."""
     tables, device = PointerTables(), SimpleNamespace(type="cuda", index=0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -252,7 +252,7 @@ def test_nothing_to_do_is_no_error():
 @pytest.mark.parametrize("beta", [0.0, 0.9, 0.999, 0.9999999])
 @pytest.mark.parametrize("step", [1, 2, 7, 100, 10_000, 5_000_000])
 def test_the_bias_correction_is_exact_to_fp32(beta, step):
-    """m and v of 1 and no gradient: the parameter moves by the corrections alone."""
+    """With m = v = 1 and no gradient the parameter changes by the bias corrections alone."""
     one = torch.ones(1, device=DEVICE)
     params, v = [torch.zeros(1, device=DEVICE)], [one.clone()]
     grads, m = [torch.zeros(1, device=DEVICE)], [one / 0.9 * 0.9]
@@ -311,12 +311,12 @@ def test_a_stack_is_no_list_even_of_tensors_that_were_taken(name):
 def test_configurations_are_sensible(elements):
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
         config = configs.pick_config(elements, capability)
-        # A multiple of four elements a thread: one random number of 128 bits, one vector of 16 bytes.
+        # Four elements per thread, or a multiple: one 128-bit random number, one vector of 16 bytes.
         assert config.block % (4 * 32 * config.num_warps) == 0
 
 
 def test_works_elsewhere(tmp_path: Path):
-    """The folder copied out under another name, in a process that knows torch and triton alone."""
+    """The folder is copied under another name and imported in a process that has only torch and triton."""
     folder = tmp_path / "elsewhere" / "optimizers"
     shutil.copytree(Path(__file__).parent, folder, ignore=shutil.ignore_patterns("bench.py", "test_*.py"))
     code = (
@@ -343,7 +343,7 @@ def test_works_elsewhere(tmp_path: Path):
 
 @pytest.mark.gpu
 def test_the_function_alone_in_a_cuda_graph():
-    """A call that is given no tables makes one, whose host memory the graph copies from at each replay."""
+    """A call without tables builds one. The graph copies from its host memory at each replay."""
     state = state_of(5000, count=3)
     other = copy.deepcopy(state)
     step, options = torch.ones((), device="cuda"), dict(lr=0.1)
@@ -363,7 +363,7 @@ def test_the_function_alone_in_a_cuda_graph():
 
 @pytest.mark.gpu
 def test_no_host_memory_is_given_back_during_a_capture():
-    """Tables that end while their stream is captured: pinned memory can be had afterwards."""
+    """Tables are destroyed while their stream is captured; pinned memory can still be allocated afterwards."""
     stream = torch.cuda.Stream()
     state, tables = state_of(5000, count=3), PointerTables()
     x = torch.zeros(8, device="cuda")
@@ -384,7 +384,7 @@ def test_no_host_memory_is_given_back_during_a_capture():
 
 @pytest.mark.gpu
 def test_new_tables_while_the_gpu_is_busy():
-    """The host runs ahead: tables are replaced, and their memory freed, before the GPU has read them."""
+    """The host is ahead of the GPU: tables are replaced, and their memory freed, before the GPU has read them."""
     state = state_of(10_000, count=8)
     other = copy.deepcopy(state)
     tables = PointerTables(capacity=1)
@@ -393,7 +393,7 @@ def test_new_tables_while_the_gpu_is_busy():
     torch.cuda._sleep(200_000_000)
     for number, given in enumerate(grads, start=1):
         adamw(**{**state, "grads": given}, step=number, lr=0.1, tables=tables)
-        [torch.full((64,), 7, dtype=torch.int64, device="cuda") for _ in range(8)]  # would overwrite what was freed
+        [torch.full((64,), 7, dtype=torch.int64, device="cuda") for _ in range(8)]  # would overwrite freed tables
     for number, given in enumerate(grads, start=1):
         torch.cuda.synchronize()
         adamw(**{**other, "grads": given}, step=number, lr=0.1)
@@ -403,7 +403,7 @@ def test_new_tables_while_the_gpu_is_busy():
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements():
-    """Offsets are 64 bits wide: the last elements lie past what 32 reach."""
+    """Offsets are 64 bits wide: the last elements are out of reach of 32-bit offsets."""
     size = 2**31 + 1029
     params = [torch.zeros(size, device="cuda", dtype=torch.bfloat16)]
     state = dict(

@@ -1,4 +1,4 @@
-"""clip_scale: the norm of all gradients, and what a step divides by."""
+"""clip_scale: the norm of all gradients, and the scale by which a step divides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW, the optimizer: a drop-in for torch.optim.AdamW."""
+"""The optimizer AdamW: a drop-in replacement for torch.optim.AdamW."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import AdamW, PointerTables, plans
 from .test_adamw import DEVICE, assert_close
 
 SHAPES = ((5, 7), (300, 7), (), (1024,), (0, 3), (2048,), (33,))
-# The interpreter rounds to bf16 wrongly, except where the kernel does it by bits.
+# The interpreter rounds to bf16 wrongly, unless the kernel rounds by integer operations on the bits.
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 
@@ -22,7 +22,7 @@ def parameters(shapes=SHAPES, dtype=torch.float32, copies=2) -> list[list[torch.
 
 
 def give_gradients(*lists: list[torch.nn.Parameter]) -> None:
-    """The same to the parameters of the same place."""
+    """Sets equal gradients for parameters with the same index in each list."""
     for group in zip(*lists, strict=True):
         grad = torch.randn_like(group[0])
         for param in group:
@@ -54,7 +54,7 @@ def test_agrees_with_the_fused_one_to_the_last_bits():
         give_gradients(ours, theirs)
         for optimizer in optimizers:
             optimizer.step()
-    # The parameters are of the order of 1, a step 1e-3: in ten of them a few units of the last place.
+    # Parameters are of order 1 and steps of order 1e-3: ten steps add up to an error of a few ulps.
     assert_close(ours, theirs, rtol=0, atol=5e-7)
 
 
@@ -167,7 +167,7 @@ def test_states_of_half_precision_parameters_stay_exact():
             assert torch.equal(mine, theirs), name
             assert mine.dtype == torch.float32
             assert mine.numel() == 0 or mine.data_ptr() != theirs.data_ptr()
-    # PyTorch rounds its own states of such parameters; ours makes the best of them.
+    # PyTorch rounds the states to the parameter's dtype; ours converts them back to fp32.
     theirs = torch.optim.AdamW(params)
     theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert theirs.state[params[0]]["exp_avg"].dtype == HALF
@@ -193,7 +193,7 @@ def test_deep_copies_and_pickles_go_on_alike():
 
 
 def test_master_weights_are_what_is_updated():
-    """Steps of a hundredth of what the parameter can resolve: they are lost without master weights, and only there."""
+    """Steps of a hundredth of the parameter's ulp: they are lost without master weights, and only then."""
     (params,) = parameters(((1000,), (64,)), HALF, copies=1)
     start = [p.detach().float() for p in params]
     optimizer = AdamW(params, lr=1e-5, weight_decay=0.0, master_weights=True)
@@ -216,7 +216,7 @@ def test_fp32_parameters_have_no_master_weights():
 
 
 def test_the_optimizers_random_rounding_is_the_parameters_own():
-    """Another parameter's lack of a gradient changes nothing."""
+    """It does not change if another parameter has no gradient."""
 
     def result(skip: bool) -> torch.Tensor:
         params = [torch.nn.Parameter(torch.ones(999, device=DEVICE, dtype=torch.bfloat16)) for _ in range(2)]
@@ -233,7 +233,7 @@ def test_the_optimizers_random_rounding_is_the_parameters_own():
 
 
 def test_a_permuted_parameter_is_walked_in_its_own_order(monkeypatch):
-    """As channels_last weights are, whose state PyTorch allocates in the same order."""
+    """Such as channels_last weights, whose state PyTorch allocates in the same memory order."""
     param = torch.nn.Parameter(torch.randn(4, 3, 5, 5, device=DEVICE).to(memory_format=torch.channels_last))
     param.grad = torch.randn_like(param)
     other = torch.nn.Parameter(param.detach().clone())
@@ -285,14 +285,14 @@ def test_tables_are_built_once_and_again_when_an_address_changes():
     assert optimizer._tables.built == 2
     params[0].grad = old
     optimizer.step()
-    assert optimizer._tables.built == 2  # it was still there
+    assert optimizer._tables.built == 2  # the first table was still cached
     optimizer.state[params[1]]["exp_avg"] = torch.zeros_like(params[1])
     optimizer.step()
     assert optimizer._tables.built == 3
 
 
 def test_what_changes_between_steps_is_seen():
-    """A step looks up its launches by what it is given: each of these changes must give what PyTorch gives."""
+    """A step looks up its launches by its inputs: after each of these changes, results must equal PyTorch's."""
     ours, theirs = parameters(((6, 10), (300, 7), (1024,)))
     optimizers = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
 
@@ -306,7 +306,7 @@ def test_what_changes_between_steps_is_seen():
             params[0].grad = params[0].grad.clone().t().contiguous().t()
 
     def change_strides_at_the_same_address() -> None:
-        """Of one parameter of two: the other stays contiguous."""
+        """Changes one parameter of two: the other stays contiguous."""
         storage = torch.randn(36, device=DEVICE)
         square = [[torch.nn.Parameter(storage.clone().view(6, 6)) for _ in range(2)] for _ in range(2)]
         pair = AdamW(square[0], lr=1e-2), torch.optim.AdamW(square[1], lr=1e-2)
@@ -358,7 +358,7 @@ def test_what_changes_between_steps_is_seen():
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "master_param"])
 def test_a_state_of_other_strides_at_its_address_is_read_right(name):
-    """The state is the same object in the same memory, and only its strides tell that its elements have moved."""
+    """The state is the same object in the same memory; only its strides show that its elements have moved."""
     dtype = torch.float16 if name == "master_param" else torch.float32
     params, others = parameters(((6, 6),), dtype)
     optimizers = [AdamW(list_of_one, lr=1e-2, master_weights=True) for list_of_one in (params, others)]
@@ -387,7 +387,7 @@ def test_a_step_over_known_tensors_builds_nothing(monkeypatch):
 
 
 def test_states_of_others_are_loaded_as_they_were():
-    """What is no state of AdamW's goes PyTorch's own way."""
+    """Entries that are no state of AdamW are loaded as PyTorch loads them."""
     param = torch.nn.Parameter(torch.zeros(4, device=DEVICE))
     optimizer, restored = AdamW([param]), AdamW([param])
     param.grad = torch.ones(4, device=DEVICE)
@@ -399,7 +399,7 @@ def test_states_of_others_are_loaded_as_they_were():
 
 @pytest.mark.parametrize("dense", [0, 1])
 def test_a_sparse_gradient_leaves_no_state(dense):
-    """Also where others are dense."""
+    """Also if other gradients are dense."""
     params = [torch.nn.Parameter(torch.zeros(4, device=DEVICE)) for _ in range(dense + 1)]
     optimizer = AdamW(params)
     for param in params:
@@ -456,7 +456,7 @@ def test_unsupported_options_raise_an_error():
 @pytest.mark.gpu
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_training_step_in_a_cuda_graph(warm):
-    """Also where the table is made during the capture, because the gradients have other addresses there."""
+    """Also if the table is built during the capture, because the gradients have other addresses there."""
     ours, theirs = parameters(((64, 64), (64,)))
     lr = torch.tensor(1e-2, device="cuda")
     optimizer = AdamW(ours, lr=lr, capturable=True)
@@ -488,7 +488,7 @@ def test_a_training_step_in_a_cuda_graph(warm):
         graph.replay()
         train(theirs, other)
     assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    # And without the graph again, on tables that were filled outside of it.
+    # And again without the graph, with tables that were filled outside the graph.
     for params, opt in ((ours, optimizer), (theirs, other)):
         train(params, opt)
     assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -531,5 +531,5 @@ def test_two_devices():
     for param in params:
         param.grad = torch.ones_like(param)
     AdamW(params, lr=0.5, weight_decay=0.0).step()
-    (value,) = {float(v) for p in params for v in p.detach().cpu()}  # the same bits on both
+    (value,) = {float(v) for p in params for v in p.detach().cpu()}  # bit for bit the same on both
     assert value == pytest.approx(0.5, rel=5e-7)

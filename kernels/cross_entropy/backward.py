@@ -1,5 +1,5 @@
-"""The backward kernel of rows of more than 4096 columns: the gradient from the logits and the saved maximum and sum.
-And, for rows of any width, the scaling of a gradient that the forward wrote."""
+"""Two kernels of the backward. For rows of more than 4096 columns: the gradient from the logits and the saved maximum
+and sum. For rows of any width: the scaling of a gradient that the forward wrote."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def _cross_entropy_bwd_kernel(
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """A CTA for each tile of BLOCK_N columns of one row.
+    """One CTA per tile of BLOCK_N columns of one row.
 
-    stride_g_loss and stride_g_z are 0 where a sum or a mean has one gradient for all rows.
+    stride_g_loss and stride_g_z are 0 for a sum or a mean, which has one incoming gradient for all rows.
     """
     REST: tl.constexpr = SMOOTH or HAS_Z or HAS_G_LSE
     tiles_n = (vocab + BLOCK_N - 1) // BLOCK_N
@@ -151,8 +151,8 @@ def _cross_entropy_scale_kernel(
     IN_PLACE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out = g_loss · grad. In place, a row whose factor is 1 is neither read nor written. Persistent, so that a launch
-    that does nothing is short."""
+    """out = g_loss · grad. In place, a row whose factor is 1 is neither read nor written. The kernel is persistent, so
+    that a launch in which all factors are 1 is short."""
     for tile in tl.range(tl.program_id(0), rows * tiles_n, tl.num_programs(0)):
         row = (tile // tiles_n).to(tl.int64)
         g = tl.load(g_loss_ptr + row * stride_g_loss).to(tl.float32)

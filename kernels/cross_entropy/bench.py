@@ -40,7 +40,7 @@ CASES = (
     _case(4096, 32000, BF16, "-inplace", bench=True, with_grad=True),
     _case(16384, 32000, BF16, "-inplace", bench=True, with_grad=True),
     _case(8192, 128256, BF16, "-inplace", bench=True, with_grad=True),
-    # Boundary cases: nothing, one row, one class, primes, one off a power of two, rows in chunks, rows off alignment.
+    # Boundary cases: no row, one row, one class, primes, one off a power of two, rows in chunks, unaligned rows.
     _case(0, 64, FP32),
     _case(1, 1, FP32),
     _case(7, 1, FP16),
@@ -56,7 +56,7 @@ CASES = (
     _case(11, 131, FP32, "-fused-everything-sum", grad_in_forward=True, reduction="sum", **EVERYTHING),
     _case(9, 72, FP16, "-inplace", with_grad=True, ignored=True),
     _case(9, 71, FP32, "-inplace-everything", with_grad=True, **EVERYTHING),
-    # Options at their ends.
+    # Options at the ends of their ranges.
     _case(5, 33, FP32, "-int32-smooth1", index=torch.int32, label_smoothing=1.0),
     _case(5, 33, FP32, "-all-ignored-everything-sum", all_ignored=True, reduction="sum", **EVERYTHING),
     _case(5, 33, FP32, "-all-ignored-int32-inplace", all_ignored=True, index=torch.int32, with_grad=True),
@@ -67,13 +67,13 @@ CASES = (
     _case(3, 5003, FP32, "-inplace-everything", with_grad=True, **EVERYTHING),
     _case(2, 262144, FP16),
     _case(257, 1023, BF16, ignored=True),
-    # More tiles of whole rows than programs are resident, in the interpreter and on a GPU.
+    # More tiles of entire rows than resident programs, in the interpreter and on a GPU.
     _case(41, 2500, FP32, "-everything", **EVERYTHING),
     _case(17001, 504, BF16, "-everything", **EVERYTHING),
     _case(17001, 504, BF16, "-inplace-everything", with_grad=True, **EVERYTHING),
     _case(19, 9001, BF16, "-everything", **EVERYTHING),
     _case(19, 8200, BF16, "-inplace-everything", with_grad=True, **EVERYTHING),
-    # Over a cluster of CTAs on Hopper: two, of which the second has less or as much, and sixteen.
+    # A cluster of CTAs on Hopper: two, of which the second has fewer or as many columns, and sixteen.
     _case(7, 16392, FP16, "-inplace-sum", with_grad=True, ignored=True, reduction="sum", return_lse=True),
     _case(5, 16384, FP32, "-inplace-smooth", with_grad=True, ignored=True, label_smoothing=0.1),
     _case(2, 131080, BF16, "-inplace-z-none", with_grad=True, reduction="none", z_loss=1e-2, return_z_loss=True),
@@ -86,7 +86,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
     inputs: Inputs = {"logits": 2 * torch.randn(rows, vocab, dtype=case.dtype, device=device, generator=generator)}
     target = torch.randint(0, max(vocab, 1), (rows,), device=device, generator=generator)
     if params.pop("ignored", False):
-        # Not the row in the middle: there the checks put NaN and inf, and PyTorch lets them through an ignored row.
+        # Not the middle row: there the checks put NaN and inf, and in PyTorch these pass through an ignored row.
         row = torch.arange(rows, device=device)
         target = torch.where((row % 5 == 1) & (row != rows // 2), -100, target)
     if params.pop("all_ignored", False):
@@ -102,18 +102,18 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 def cost(case: Case, mode: str) -> Cost:
     rows, vocab, size = case.dims["rows"], case.dims["vocab"], case.dtype.itemsize
     with_grad = case.params.get("with_grad", False)
-    # The logits are read; the backward, or the forward that makes the gradient as well, writes as much.
+    # The logits are read. The backward, or the forward that also writes the gradient, writes as many bytes.
     matrices = 2 if with_grad or mode == "bwd" else 1
     vectors = 8 * rows + (vocab * size if case.params.get("weight", False) else 0)
     if case.params.get("reduction") == "none":
         vectors += size * rows
-    # forward: maximum, difference, exponential, sum. backward: difference, exponential, scale, one more at the target.
+    # forward: maximum, difference, exponential, sum. backward: difference, exponential, scale, subtraction at target.
     flops = {"fwd": 8 if with_grad else 4, "bwd": 4}[mode]
     return Cost(flops=flops * rows * vocab, bytes=matrices * size * rows * vocab + vectors)
 
 
 def _op(logits, target, with_grad=False, backend="auto", **options):
-    """Either public function: the cases with_grad are in place and without autograd."""
+    """Calls `cross_entropy`, or with_grad `cross_entropy_and_grad` in place, without autograd."""
     if with_grad:
         return cross_entropy_and_grad(logits, target, inplace=True, backend=backend, **options)
     return cross_entropy(logits, target, backend=backend, **options)
@@ -141,7 +141,7 @@ def _liger():
     from liger_kernel.ops.cross_entropy import cross_entropy_forward
 
     def loss(logits, target, *, reduction="mean", softcap=None, with_grad=False):
-        # The function under LigerCrossEntropyFunction. It writes the gradient where a gradient is asked for.
+        # The function that LigerCrossEntropyFunction calls. It writes the gradient if the logits require one.
         logits = logits.detach().requires_grad_(with_grad)
         with torch.no_grad():
             value, *_, gradient = cross_entropy_forward(logits, target, None, -100, 0.0, 0.0, reduction, softcap, False)
@@ -167,7 +167,7 @@ def _quack():
 
 
 def _quack_with_grad():
-    """Loss and gradient in two passes: the backward over the logits."""
+    """Loss and gradient in two passes: QuACK's backward overwrites the logits."""
     import quack
 
     def loss(logits, target, with_grad):
@@ -181,8 +181,8 @@ def _quack_with_grad():
 
 
 def _quack_one_pass():
-    """Loss and gradient in one pass over the logits. It makes the gradient of the sum; that of the mean it makes too,
-    without another pass, when every class has the weight 1 / rows."""
+    """Loss and gradient in one pass over the logits. QuACK computes the gradient of the sum; that of the mean, without
+    another pass, follows if every class has the weight 1 / rows."""
     from quack.cross_entropy import cross_entropy_fwd
 
     def loss(logits, target, with_grad):
@@ -269,7 +269,7 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    """For "cuda" always a reason: the generic checks try layouts that it does not take."""
+    """For "cuda" always a reason: the generic checks try layouts that it does not support."""
     if implementation == "cuda":
         return "it is what auto takes"
     if implementation == "triton" and _unsupported_reason("cuda", case, mode):
@@ -306,9 +306,9 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 40), "vocab": (1, 700)},
     spills={"_cross_entropy_narrow_kernel": 8},  # one small fp16 case with smoothing, under Triton 3.7; no bench case
-    limits={"weight": 1e4},  # an infinite one gives NaN under label smoothing, where PyTorch may give inf
+    limits={"weight": 1e4},  # an infinite weight gives NaN under label smoothing, where PyTorch may give inf
     tunables=(
-        # With the gradient wide ones are not asked for on Hopper, where a cluster takes them.
+        # With the gradient, wide rows never reach this function on Hopper, where a cluster processes them.
         Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, ALONE),
         Tunable(configs, "pick_cluster_config", "fwd", _cluster_candidates, IN_PLACE),
         Tunable(configs, "pick_bwd_config", "bwd", _bwd_candidates),

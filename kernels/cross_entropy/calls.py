@@ -1,4 +1,4 @@
-"""Finds or makes the plan of a call, and calls it: from the eager path and from the ops of torch.library alike."""
+"""Finds or builds the plan of a call and runs it, for both the eager path and the ops of torch.library."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def eager_plan(
     inplace: bool,
     backend: str,
 ) -> tuple[Forward, Loss]:
-    """The plan of an eager call and the loss that it computes. `options` are the arguments of the public functions from
-    label_smoothing to return_lse, and after them whether autocast is on. Checks what makes a new plan."""
+    """(plan of an eager call, options of its loss). `options` are the arguments of the public functions from
+    label_smoothing to return_lse, followed by whether autocast is on. Arguments are checked when a plan is built."""
     key = (
         signature(logits),
         place(logits),
@@ -48,14 +48,14 @@ def eager_plan(
             check_inplace(logits)
         loss = loss_of(logits, ignore_index, options)
         found = fwd_plan(logits, target, weight, loss, save, gradient, backend), loss
-        # A number that is a tensor is another one after it was written to.
+        # An option that is a tensor may change its value in place, so such a plan is not cached.
         if all(isinstance(option, _SCALARS) for option in options):
             _EAGER.keep(key, found)
     return found
 
 
 def loss_of(logits: torch.Tensor, ignore_index: int, options: tuple) -> Loss:
-    """What a call of a public function computes. `options` as `eager_plan` takes them."""
+    """The options of a call of a public function as a `Loss`. `options` are those of `eager_plan`."""
     label_smoothing, reduction, z_loss, softcap, return_z_loss, return_lse, autocast = options
     dtype = torch.float32 if autocast else logits.dtype
     softcap = None if softcap is None else float(softcap)
@@ -65,7 +65,7 @@ def loss_of(logits: torch.Tensor, ignore_index: int, options: tuple) -> Loss:
 
 
 def forward(logits, target, weight, loss: Loss, save: bool, gradient: str | None, backend: str):
-    """Runs a `fwd_plan`, cached if all tensors are plain; for others a signature does not determine the plan."""
+    """Runs a `fwd_plan`. The plan is cached if all tensors are plain; for others a signature does not determine it."""
     if not lean(logits, target, weight):
         return fwd_plan(logits, target, weight, loss, save, gradient, backend)(logits, target, weight)
     key = (signature(logits), place(logits), signature(target), signature(weight), loss, save, gradient, backend)
@@ -76,7 +76,7 @@ def forward(logits, target, weight, loss: Loss, save: bool, gradient: str | None
 
 
 def backward(g_loss, g_z, g_lse, logits, target, weight, stats, loss: Loss, inplace: bool) -> torch.Tensor:
-    """Runs a `bwd_plan`, cached likewise."""
+    """Runs a `bwd_plan`, cached as in `forward`."""
     given = (g_loss, g_z, g_lse, logits, target, weight)
     if not lean(logits, g_loss, g_z, g_lse, target, weight, stats):
         return bwd_plan(*given, loss, inplace)(*given, stats)
@@ -99,7 +99,7 @@ def backward(g_loss, g_z, g_lse, logits, target, weight, stats, loss: Loss, inpl
 
 
 def scale(grad: torch.Tensor, g_loss: torch.Tensor, inplace: bool) -> torch.Tensor:
-    """Runs a `scale_plan`, cached likewise."""
+    """Runs a `scale_plan`, cached as in `forward`."""
     if not lean(grad, g_loss):
         return scale_plan(grad, g_loss, inplace)(grad, g_loss)
     key = signature(grad), signature(g_loss), inplace

@@ -38,8 +38,8 @@ struct alignas(16) Part {
 };
 struct Exchange {
     Part parts[PARTS];
-    u64 full;      // the mbarrier that counts their bytes
-    float target;  // the logit at the row's target, then the gradient there: of one thread, kept here to save registers
+    u64 full;      // the mbarrier that counts the bytes of `parts`
+    float target;  // the logit at the row's target, then its gradient; one thread's, in shared memory to save registers
 };
 
 extern "C" __device__ __attribute__((noreturn)) void __assertfail(const char*, const char*, u32, const char*, size_t);
@@ -235,7 +235,7 @@ cross_entropy_cluster_fwd_grad(const Vector* logits, const void* targets, const 
     if (SMOOTH) found.sum = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3])), found.count = warp_sum(n);
     send(exchange, found, part * WARPS + thread / 32);
 
-    float g = 1;  // the gradient of the row's loss
+    float g = 1;  // the incoming gradient of the row's loss
     if (counts)
         g = __fdividef(1, warp_sum((lane < shares ? counts[lane] : 0) + (lane + 32 < shares ? counts[lane + 32] : 0)));
     found = receive(exchange);

@@ -1,4 +1,5 @@
-"""The forward with the gradient for Hopper in CUDA C++ (cluster.cu): which problems it supports, and its launch."""
+"""The forward that also writes the gradient, for Hopper in CUDA C++ (cluster.cu): which problems it supports, and its
+launch."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from .cuda_driver import address
 from .layout import Rows, Scratch, Vector, vector
 from .loss import Loss
 
-# Vectors of 16 bytes in a row: one more than a CTA holds, and as many as the largest cluster holds.
+# Vectors of 16 bytes in a row, at least and at most: one more than a CTA holds, and as many as a cluster of 16 holds.
 NARROWEST, WIDEST = CLUSTER_THREADS * CLUSTER_VECTORS + 1, 16 * CLUSTER_THREADS * CLUSTER_VECTORS
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # TYPE and LOSS in cluster.cu
 # logits, target, counts, loss, z-loss, lse, partial sums, gradient; rows, vocab, vectors of a CTA, number of counts;
@@ -48,9 +49,9 @@ def cluster_launch(
     loss: Loss,
     layout: Scratch,
 ) -> Callable[..., None]:
-    """Returns a function of (logits, target, weight, sum of weights, loss, z-loss, lse, scratch, gradient), with the
-    properties of these, for which `unsupported_reason` is None. It writes the gradient, lse if that is returned, and
-    the partial sums or the loss and z-loss of each row. `at` and `to`: how the rows of logits and gradient are
+    """Returns a function of (logits, target, weight, sum of weights, loss, z-loss, lse, workspace, gradient), for
+    tensors like these, for which `unsupported_reason` must be None. It writes the gradient, lse if requested, and the
+    partial sums or the loss and z-loss of each row. `at` and `to`: how the rows of logits and gradient are
     addressed."""
     rows, vocab, per_vector = target.numel(), logits.shape[-1], vector(logits.dtype)
     defines = (

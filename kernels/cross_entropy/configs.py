@@ -13,12 +13,12 @@ import triton
 NARROW = 4096  # columns of the widest row that a Triton CTA holds in registers
 CLUSTER_THREADS, CLUSTER_VECTORS = 256, 8  # threads of a CTA of a cluster; 16-byte vectors of a thread, at most
 VECTOR, LINE = 16, 128  # bytes of the widest load, and of a line of L2
-REGISTERS = 65536  # of an SM
+REGISTERS = 65536  # per SM
 
 
 @dataclass(frozen=True)
 class NarrowConfig:
-    """Tiles of block_m entire rows. A row belongs to `lanes` threads, each with `vector` contiguous columns a load."""
+    """Tiles of block_m entire rows. A row has `lanes` threads; a thread loads `vector` contiguous columns at once."""
 
     lanes: int
     vector: int
@@ -28,7 +28,7 @@ class NarrowConfig:
 
 @dataclass(frozen=True)
 class NarrowFwdConfig(NarrowConfig):
-    """At most `registers` a thread. A persistent kernel of as many CTAs as are then resident on an SM."""
+    """At most `registers` per thread. The kernel is persistent, with as many CTAs as are then resident on an SM."""
 
     registers: int
 
@@ -39,8 +39,8 @@ class NarrowFwdConfig(NarrowConfig):
 
 @dataclass(frozen=True)
 class WideFwdConfig:
-    """One CTA per row, in chunks of `unroll` 16-byte vectors per thread; of grad_unroll in the second pass, which
-    writes the gradient. `eviction` is the L2 policy of the first pass."""
+    """One CTA per row, in chunks of `unroll` 16-byte vectors per thread. The second pass, which writes the gradient,
+    has chunks of grad_unroll vectors. `eviction` is the L2 policy of the first pass."""
 
     unroll: int
     grad_unroll: int
@@ -59,8 +59,8 @@ class WideBwdConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A row is split over a cluster of `ctas` CTAs: `slice` vectors of 16 bytes each, the rest for the last. A thread
-    has `vectors` of them. Registers are limited so that `resident` CTAs fit an SM."""
+    """A row is split over a cluster of `ctas` CTAs. Each has `slice` vectors of 16 bytes, the last one the remainder. A
+    thread holds `vectors` of them. Registers are limited so that `resident` CTAs fit an SM."""
 
     ctas: int
     threads: int
@@ -106,19 +106,20 @@ def pick_fwd_config(
 def pick_cluster_config(vocab: int, dtype: torch.dtype, terms: bool) -> ClusterConfig:
     """Configuration of the forward with the gradient over clusters on Hopper. Pure.
 
-    The fewest CTAs of 256 threads, a power of two, that hold the row with at most 8 vectors a thread. Few, because the
-    per-row work of a thread is some 320 instructions, as many as 36 elements cost. `terms`: there is label smoothing or
-    a z-loss, which take registers.
+    The fewest CTAs of 256 threads, a power of two, that hold the row with at most 8 vectors per thread. Few, because a
+    thread's per-row work is about 320 instructions, as many as for 36 elements. `terms`: there is label smoothing or a
+    z-loss, which need more registers.
 
     Record: "The gradient in the forward over clusters" in EXPERIMENTS.md (H200).
     """
-    vectors = vocab * dtype.itemsize // VECTOR  # of a row
+    vectors = vocab * dtype.itemsize // VECTOR  # per row
     ctas = triton.next_power_of_2(triton.cdiv(vectors, CLUSTER_THREADS * CLUSTER_VECTORS))
     return cluster_config(ctas, CLUSTER_THREADS, vocab, dtype, terms)
 
 
 def cluster_config(ctas: int, threads: int, vocab: int, dtype: torch.dtype, terms: bool) -> ClusterConfig:
-    """A row split over that many CTAs, in multiples of an L2 line. As many CTAs are resident as fit without a spill."""
+    """A row split over that many CTAs, in multiples of an L2 cache line. As many CTAs are resident as fit without
+    spills."""
     line = LINE // VECTOR
     vectors = vocab * dtype.itemsize // VECTOR
     part = triton.cdiv(triton.cdiv(vectors, ctas), line) * line
@@ -134,10 +135,10 @@ def pick_bwd_config(
 ) -> NarrowConfig | WideBwdConfig:
     """Configuration of the backward. Pure.
 
-    Up to 4096 columns: tiles of entire rows, 16 columns a thread. Beyond: tiles of 4096 columns and 8 warps; of 2048
-    before sm_90, where ptxas keeps to 64 registers and spills with 16 columns a thread and all features. The logits are
-    not used again, and yet evict_last gains 2 %: the gradient is evicted from L2 instead, so that it is written back
-    early and in order.
+    Up to 4096 columns: tiles of entire rows, 16 columns per thread. Wider: tiles of 4096 columns and 8 warps; of 2048
+    columns before sm_90, where ptxas limits itself to 64 registers and spills with 16 columns per thread and all
+    features. evict_last gains 2 % although the logits are not used again: the gradient is evicted from L2 instead, so
+    that it is written back early and in order.
 
     Record: "Tiles of the backward" and "Narrow rows" in EXPERIMENTS.md (H200).
     """
@@ -149,8 +150,8 @@ def pick_bwd_config(
 def _tile(vocab: int, dtype: torch.dtype, aligned: bool, columns: int) -> NarrowConfig:
     """A tile in which each thread has `columns` columns of a row, or of two rows where rows are short.
 
-    At least two lanes a row, which together read a 32-byte sector. Unaligned rows are read one element a load, each
-    with its predicate: half the columns, and at least 32 lanes a row, so that a warp reads contiguous memory.
+    At least two lanes per row, which together read a 32-byte sector. Unaligned rows are read one element per load, each
+    with its predicate: half the columns, and at least 32 lanes per row, so that a warp reads contiguous memory.
     """
     block_n = triton.next_power_of_2(vocab)
     vector, least = (min(block_n, VECTOR // dtype.itemsize), 2) if aligned else (1, 32)

@@ -1,5 +1,5 @@
-"""The forward kernel of rows of more than 4096 columns. With GRAD it writes the gradient as well, for an incoming
-gradient of 1; for a mean, the scratch then begins with the counts that it divides by.
+"""The forward kernel of rows of more than 4096 columns. With GRAD it also writes the gradient, for an incoming gradient
+of 1; for a mean, the workspace then begins with the divisors.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def lane_statistics(
     UNROLL: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """For each thread, of the row's body, which begins at logits_ptr: the maximum, Σ exp(y − maximum), and the weighted
-    sum of y − anchor; [LANES] each.
+    """(maximum, Σ exp(y − maximum), weighted sum of y − anchor) over each thread's columns of the row's body, [LANES]
+    each. logits_ptr points to the body.
 
-    A thread rescales its sum once a chunk of UNROLL · LANES · VECTOR columns.
+    Each thread rescales its sum once per chunk of UNROLL · LANES · VECTOR columns.
     """
     CHUNK: tl.constexpr = UNROLL * LANES * VECTOR
     positions = tl.arange(0, CHUNK)
@@ -89,8 +89,9 @@ def store_gradient(
 ):
     """The second pass over the body of a row: reads the logits again and writes their gradient.
 
-    From the end to the beginning, as what was read last is still in L2. The index is computed in a loop with a positive
-    step: with a negative one the compiler would not see that chunks are aligned, and would load single elements.
+    The pass runs from the end to the beginning, because the columns that were read last are still in L2. The index is
+    computed in a loop with a positive step: with a negative step the compiler would not see that chunks are aligned,
+    and would load single elements.
     """
     chunks = (length + CHUNK - 1) // CHUNK
     for chunk in range(chunks):
@@ -114,7 +115,7 @@ def store_gradient(
             SMOOTH or HAS_Z,
             HAS_SOFTCAP,
         )
-        # evict_first: the gradient is not read again, and should not evict rows that will be.
+        # evict_first: the gradient is not read again, and should not evict rows that are still to be read again.
         tl.store(grad_ptr + at, d.to(grad_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
@@ -160,18 +161,18 @@ def _cross_entropy_wide_kernel(
     GRAD_UNROLL: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """A CTA a row, in chunks of UNROLL · LANES · VECTOR columns, LANES being the threads.
+    """One CTA per row, in chunks of UNROLL · LANES · VECTOR columns. LANES is the number of threads.
 
-    Each thread keeps its own maximum and sum and rescales the sum once a chunk, so that a row is read once, with one
-    reduction over the threads at its end. A row may begin off a 16-byte boundary: its body, from the first boundary to
-    the last, is read in vectors, and its fringe, fewer than VECTOR columns at either end, element by element.
+    Each thread keeps its own maximum and sum (online softmax) and rescales the sum once per chunk. A row is thus read
+    once, with one reduction over the threads at its end. A row need not begin on a 16-byte boundary: its body, from the
+    first boundary to the last, is read in vectors; its fringe, fewer than VECTOR columns at either end, by elements.
     """
     row = tl.program_id(0)
     column, live = load_target(target_ptr, row, stride_target, vocab, ignore_index)
     base = skip + row.to(tl.int64) * stride_row
     first, head, length = body(base, vocab, LAYOUT, VECTOR)
     read = tl.full([], True, tl.int1) if RETURN_LSE else live
-    # Rows that do not count are not read.
+    # Ignored rows are not read.
     to_read = tl.where(read, length, 0)
     y_target = tl.load(logits_ptr + base + column, mask=read, other=0.0).to(tl.float32)
     y_target = softcapped(y_target, softcap, HAS_SOFTCAP, EXACT)

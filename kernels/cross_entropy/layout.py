@@ -1,4 +1,4 @@
-"""How tensors are addressed: strides and alignment of rows, offsets in the scratch."""
+"""How tensors are addressed: strides and alignment of rows, offsets in the workspace."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import triton
 from .loss import Loss
 
 BOUNDARY = 16  # bytes of the widest load
-COUNT_BLOCK, MAX_SHARES = 1024, 64  # of the count kernel: targets of a CTA in an iteration; CTAs at most
+COUNT_BLOCK, MAX_SHARES = 1024, 64  # of the count kernel: targets of a CTA per iteration; most CTAs
 
 
 @dataclass(frozen=True)
 class Rows:
     """A matrix with unit inner stride, as kernels address it: from a pointer `skip` elements before its first row.
-    `aligned`: that pointer is on a 16-byte boundary. `copied`: the tensor has to be copied to be such a matrix."""
+    `aligned`: that pointer is on a 16-byte boundary. `copied`: the tensor must be copied to become such a matrix."""
 
     stride: int
     skip: int
@@ -51,7 +51,7 @@ def place(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def matrix_of(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """[rows, V] with unit inner stride, and whether it is a copy."""
+    """([rows, V] with unit inner stride, whether it is a copy)."""
     matrix = tensor.reshape(-1, tensor.shape[-1])
     if matrix.stride(1) != 1 and matrix.shape[1] != 1:
         matrix = matrix.contiguous()
@@ -60,13 +60,13 @@ def matrix_of(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 @dataclass(frozen=True)
 class Vector:
-    """[...] flattened to one dimension of that stride. `copied`: the tensor has to be copied for that."""
+    """A tensor flattened to one dimension with stride `stride`. `copied`: the tensor must be copied for that."""
 
     stride: int
     copied: bool
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that a kernel gets: itself, or a copy."""
+        """The tensor whose pointer a kernel gets: the tensor itself, or a copy."""
         return tensor.reshape(-1) if self.copied else tensor
 
 
@@ -82,7 +82,7 @@ def vector(dtype: torch.dtype) -> int:
 
 
 def alignment(rows: int, vocab: int, dtype: torch.dtype, narrow: bool, *matrices: Rows) -> str:
-    """The LAYOUT that `rows.body` explains, for kernels that address all of these matrices alike."""
+    """The LAYOUT (see `rows.body`) of a kernel that addresses all of these matrices."""
     per_vector = vector(dtype)
     if not all(m.aligned for m in matrices):
         return "any"
@@ -98,12 +98,12 @@ def same_alignment(a: Rows, b: Rows, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Scratch:
-    """The fp32 scratch of a forward, one allocation of `size` numbers.
+    """The layout of a forward's fp32 workspace, one allocation of `size` elements.
 
-    It begins with the stats that the backward reads: the maxima of the rows, their sums of exponentials, and for a mean
-    1 / Σ weights and 1 / rows that are not ignored. Where the forward writes the gradient of a mean, it begins with
-    what the mean divides by, [2, shares]. From partial_at on, for a sum or a mean: what each program found,
-    [4, programs].
+    It begins with the statistics that the backward reads: the maxima of the rows, their sums of exponentials, and for a
+    mean 1 / Σ weights and 1 / (number of rows that are not ignored). If the forward writes the gradient of a mean, the
+    workspace begins instead with the divisors of the mean, [2, shares]: one partial sum per CTA of the count kernel.
+    From partial_at on, for a sum or a mean: the partial sums of each program, [4, programs].
     """
 
     size: int
@@ -123,7 +123,7 @@ class Scratch:
 
 
 def stats_size(rows: int, reduction: str) -> int:
-    """How many numbers the stats of so many rows are."""
+    """The number of elements in the statistics of that many rows."""
     return 2 * rows + 2 if reduction == "mean" else 2 * rows
 
 

@@ -1,5 +1,5 @@
-"""The ops of torch.library, through which compiled, exported, transformed and subclassed calls go, and the gradients
-that eager calls share with them."""
+"""The ops of torch.library, which serve compiled, exported and transformed calls and tensor subclasses, and the
+gradients, which eager calls use too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INPUTS = "Tensor target, Tensor? weight, str backend"
 
 
 def _given(logits: torch.Tensor, out, z, lse) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """An op returns tensors: an empty one for what was not asked for."""
+    """(out, z, lse) with an empty tensor for each that was not requested, as an op must return tensors."""
     z = logits.new_empty(0, dtype=out.dtype) if z is None else z
     return out, z, logits.new_empty(0, dtype=torch.float32) if lse is None else lse
 
@@ -40,7 +40,7 @@ def _fake_outputs(logits: torch.Tensor, target: torch.Tensor, loss: Loss) -> tup
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 def fwd_op(logits, target, weight, save, inplace, *loss):
-    """loss, z-loss, lse and the stats, which are empty unless they are to be saved."""
+    """Returns (loss, z-loss, lse, statistics for the backward). The statistics are empty unless `save`."""
     out, z, lse, scratch, _ = calls.forward(logits, target, weight, Loss(*loss), save, None, "auto")
     stats = scratch[: stats_size(target.numel(), loss[2])] if save else logits.new_empty(0, dtype=torch.float32)
     return *_given(logits, out, z, lse), stats
@@ -76,9 +76,10 @@ def bwd_in_place_op(g_loss, g_z, g_lse, logits, target, weight, stats, *loss):
 
 
 def gradient(g_loss, g_z, g_lse, logits, target, weight, stats, loss: Loss, inplace: bool) -> torch.Tensor | None:
-    """That of the logits, for those of the three outputs; in their memory where `inplace` and nothing reads them again.
+    """The gradient of the logits, given the incoming gradients of the three outputs. With `inplace` it overwrites the
+    logits if nothing reads them again.
 
-    An eager call goes to the plan. What traces, transforms or differentiates it sees an op."""
+    An eager call runs the plan. A call that is traced, transformed or differentiated goes through an op."""
     if g_loss is None and g_z is None and g_lse is None:
         return None
     eager = lean(logits, g_loss, g_z, g_lse, target, weight, stats) and not torch.is_grad_enabled()
@@ -95,7 +96,7 @@ def gradient(g_loss, g_z, g_lse, logits, target, weight, stats, loss: Loss, inpl
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.set_materialize_grads(False)  # an output that is not used has no gradient, rather than one of zeros
+    ctx.set_materialize_grads(False)  # the gradient of an unused output is then None, not a tensor of zeros
     logits, target, weight, _, ctx.inplace, *loss = inputs
     ctx.loss = Loss(*loss)
     ctx.save_for_backward(logits, target, weight, output[3])
@@ -105,7 +106,7 @@ def _backward(ctx, g_loss, g_z, g_lse, _stats):
     unused, loss = (None,) * (4 + len(ctx.loss)), ctx.loss
     if not ctx.needs_input_grad[0]:
         return None, *unused
-    # An output that was not asked for is empty, and whoever differentiates the op itself gives it an empty gradient.
+    # An output that was not requested is empty; a caller that differentiates the op directly passes an empty gradient.
     given = g_loss, g_z if loss.return_z_loss else None, g_lse if loss.return_lse else None
     return gradient(*given, *ctx.saved_tensors, loss, ctx.inplace), *unused
 
@@ -119,7 +120,7 @@ fwd_op.register_autograd(_backward, setup_context=_save)
     schema=f"(Tensor logits, {_INPUTS}, {LOSS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def fwd_grad_op(logits, target, weight, backend, *loss):
-    """loss, z-loss, lse and the gradient."""
+    """Returns (loss, z-loss, lse, gradient)."""
     out, z, lse, _, grad = calls.forward(logits, target, weight, Loss(*loss), False, "new", backend)
     return *_given(logits, out, z, lse), grad
 
@@ -135,7 +136,7 @@ def _(logits, target, weight, backend, *loss):
     schema=f"(Tensor(a!) logits, {_INPUTS}, {LOSS_SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
 def fwd_grad_in_place_op(logits, target, weight, backend, *loss):
-    """loss, z-loss and lse; the gradient takes the memory of the logits."""
+    """Returns (loss, z-loss, lse). The gradient overwrites the logits."""
     out, z, lse, *_ = calls.forward(logits, target, weight, Loss(*loss), False, "inplace", backend)
     return _given(logits, out, z, lse)
 
@@ -162,7 +163,7 @@ def scale_in_place_op(grad: torch.Tensor, g_loss: torch.Tensor) -> None:
 
 
 class _Once(torch.autograd.Function):
-    """A gradient that cannot be differentiated."""
+    """The identity, whose backward raises RuntimeError: the gradient cannot be differentiated again."""
 
     @staticmethod
     def forward(ctx, grad):
@@ -174,7 +175,7 @@ class _Once(torch.autograd.Function):
 
 
 def scaled(grad: torch.Tensor, g_loss: torch.Tensor | None) -> torch.Tensor | None:
-    """The gradient that the forward wrote for a loss of gradient 1, for the one that came in."""
+    """The gradient that the forward wrote for an incoming gradient of 1, scaled by the actual incoming gradient."""
     if g_loss is None:
         return None
     found = _scaled(grad, g_loss)
@@ -194,7 +195,7 @@ def _scaled(grad: torch.Tensor, g_loss: torch.Tensor) -> torch.Tensor:
 
 
 def last_use(saved: torch.Tensor) -> bool:
-    """Whether a saved tensor may be overwritten: not where the graph is retained, nor where it is being traced."""
+    """Whether a saved tensor may be overwritten: not if the graph is retained or being traced."""
     if type(saved) not in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
         return False
     return not _keeps_graph()

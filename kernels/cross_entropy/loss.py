@@ -15,7 +15,7 @@ MAX_VOCAB = 1 << 24
 
 
 class Loss(NamedTuple):
-    """The options of a call. `dtype`: of the loss and the z-loss."""
+    """The options of a call. `dtype` is that of the loss and the z-loss."""
 
     ignore_index: int
     label_smoothing: float
@@ -31,7 +31,7 @@ class Loss(NamedTuple):
         return self.z_loss != 0 or self.return_z_loss
 
 
-# Its fields in their order, in the schema of an op.
+# The fields of Loss, in the same order, in the schema language of torch.library.
 LOSS_SCHEMA = (
     "int ignore_index, float label_smoothing, str reduction, float z_loss, float? softcap, ScalarType dtype, "
     "bool return_z_loss, bool return_lse"
@@ -39,7 +39,7 @@ LOSS_SCHEMA = (
 
 
 def check(logits, target, weight, ignore_index, label_smoothing, reduction, z_loss, softcap, backend) -> None:
-    """The errors that the docstring of `cross_entropy` names."""
+    """Raises the errors that the docstring of `cross_entropy` names, except those of `check_inplace`."""
     _check_tensors(logits, target, weight)
     if not isinstance(ignore_index, int):
         raise TypeError(f"cross_entropy: ignore_index must be an int, got {type(ignore_index).__name__}")
@@ -87,7 +87,7 @@ def _check_tensors(logits, target, weight) -> None:
 
 
 def check_inplace(logits: torch.Tensor) -> None:
-    """ValueError for logits whose memory cannot take their gradient."""
+    """Raises ValueError for logits that a gradient cannot overwrite, as several elements share memory."""
     if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
         raise ValueError(
             "cross_entropy: inplace needs logits whose elements do not share memory, "

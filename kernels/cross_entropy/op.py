@@ -1,4 +1,4 @@
-"""The public functions: the lean eager call, autograd."""
+"""The public functions of cross_entropy, and the autograd functions of eager calls."""
 
 from __future__ import annotations
 
@@ -28,40 +28,42 @@ def cross_entropy(
     inplace: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Cross entropy of logits against the indices of classes, as torch.nn.functional.cross_entropy defines it, with the
-    z-loss of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5) and the softcap of Gemma 2 (arXiv:2408.00118).
+    """Computes the cross entropy of logits against class indices, as torch.nn.functional.cross_entropy defines it, with
+    an optional z-loss and softcap.
 
         y    = softcap · tanh(logits / softcap)          (the logits without a softcap),   lse = logsumexp(y)
         ce_i = w_t · (1 − ε) · (lse − y_t) + ε / V · Σ_c w_c · (lse − y_c)        t = target_i, ε = label_smoothing
         z_i  = z_loss · lse²
 
-    "none": ce_i + z_i. "sum": their sum. "mean": Σ ce_i / Σ w_t + Σ z_i / R, over the R rows whose target is not
-    ignore_index. Ignored rows count as 0 and have a gradient of 0, whatever their logits are; the forward does not read
-    them, the backward may. If all rows are ignored, the sum is 0 and the mean NaN. All arithmetic is fp32, and every
-    sum has a fixed order: deterministic.
+    reduction "none": ce_i + z_i. "sum": their sum. "mean": Σ ce_i / Σ w_t + Σ z_i / R, over the R rows whose target is
+    not ignore_index. Ignored rows count as 0 and have a gradient of 0, whatever their logits are; the forward does not
+    read them, the backward may. If all rows are ignored, the sum is 0 and the mean NaN. All arithmetic is fp32. All
+    sums have a fixed order, so the result is deterministic.
 
     logits           [..., V], 1 <= V <= 2²⁴, fp32, fp16 or bf16, any strides. Rows are read in place when the leading
                      dimensions flatten to one stride and the last stride is 1; otherwise they are copied first.
-    target           [...], int64 or int32, any strides. What is neither ignore_index nor in [0, V) is an error: on a
-                     GPU a device-side assertion, as in PyTorch, which the next synchronisation reports.
-    weight           [V], floating point, finite, not differentiated
-    return_z_loss    also the z-loss that the loss has in it, by the same reduction
-    return_lse       also lse, [...] in fp32; of ignored rows too, which are then read
-    grad_in_forward  the forward writes the gradient as well, for an incoming gradient of 1, and the backward scales it
-                     where the incoming gradient is another: the logits are read once in all. z-loss and lse are then
-                     not differentiable. Not for fp16 with a loss scale: small gradients underflow before it is applied.
+    target           [...], int64 or int32, any strides. A value that is neither ignore_index nor in [0, V) is an error:
+                     on a GPU a device-side assertion, as in PyTorch, which the next synchronisation reports.
+    weight           class weights w, [V], floating point, finite, not differentiated
+    return_z_loss    also return the z-loss, which the loss includes, with the same reduction
+    return_lse       also return lse, [...] in fp32, for ignored rows too, which are then read
+    grad_in_forward  the forward also writes the gradient, for an incoming gradient of 1. The backward scales it if the
+                     incoming gradient differs. The logits are then read once in all; z-loss and lse are not
+                     differentiable. Not for fp16 with a loss scale: small gradients underflow before it is applied.
     inplace          the gradient may overwrite the logits, in the forward with grad_in_forward, else in the backward.
-                     Where no gradient is needed, the graph is retained or torch.compile manages memory, they are not
-                     overwritten.
-    backend          of the forward that writes the gradient: "triton", "cuda" (CUDA C++, compiled by CuPy: rows of more
+                     The logits are not overwritten where no gradient is needed, the graph is retained or torch.compile
+                     manages memory.
+    backend          of the forward that writes the gradient: "triton"; "cuda" (CUDA C++, compiled by CuPy: rows of more
                      than 32 and up to 512 KiB that begin and end on 16-byte boundaries, no weight and no softcap, on
-                     compute capability 9.0), or "auto", which takes "cuda" where it can. All else is Triton.
+                     compute capability 9.0); or "auto", which uses "cuda" where it can. All else is Triton.
 
-    Returns loss, or (loss, z_loss), (loss, lse), (loss, z_loss, lse); loss and z_loss in the dtype of the logits, under
-    autocast in fp32, like PyTorch.
+    Returns loss, or (loss, z_loss), (loss, lse), (loss, z_loss, lse). loss and z_loss have the dtype of the logits, or
+    fp32 under autocast, as in PyTorch.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, device, value or strides, RuntimeError for
     CPU tensors outside Triton's interpreter and for backend="cuda" where it cannot run.
+
+    z-loss: PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5). softcap: Gemma 2 (arXiv:2408.00118).
     """
     if backend == "cuda" and not grad_in_forward:
         raise RuntimeError('cross_entropy: backend="cuda" cannot run here: it needs grad_in_forward')
@@ -103,12 +105,14 @@ def cross_entropy_and_grad(
     inplace: bool = False,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, ...]:
-    """The loss and its gradient with respect to the logits in one pass, without autograd: for a backward of one's own.
+    """Computes the loss and its gradient with respect to the logits in one pass, without autograd, for use in a custom
+    backward.
 
-    Everything as in `cross_entropy`; the gradient is that of the loss, or with reduction="none" of its sum, in shape
-    and dtype of the logits. With `inplace` it takes their memory and is returned as the very tensor that was given.
+    Formula, arguments and errors are those of `cross_entropy`. The gradient is that of the loss, or with
+    reduction="none" of the sum of the losses, in the shape and dtype of the logits. With `inplace` the gradient
+    overwrites the logits, and the tensor `logits` itself is returned as the gradient.
 
-    Returns (loss, gradient), and then what is asked for of z_loss and lse.
+    Returns (loss, gradient), followed by z_loss and lse if they are requested.
     """
     options = label_smoothing, reduction, z_loss, softcap, return_z_loss, return_lse
     if lean(logits, target, weight):
@@ -136,14 +140,14 @@ def _autocast(logits: torch.Tensor) -> bool:
 
 
 def _asked(out: torch.Tensor, z: torch.Tensor | None, lse: torch.Tensor | None):
-    """The loss, or a tuple of it and what else is there."""
+    """The loss, or a tuple of the loss and those of z-loss and lse that are not None."""
     if z is None:
         return out if lse is None else (out, lse)
     return (out, z) if lse is None else (out, z, lse)
 
 
 def _checked(logits, target, weight, ignore_index, options, inplace, backend) -> Loss:
-    """Raises what the docstrings of the public functions name."""
+    """Raises the errors that the public functions document; returns the options of the loss."""
     no_tangent("cross_entropy", logits, weight)
     label_smoothing, reduction, z_loss, softcap, *_ = options
     check(logits, target, weight, ignore_index, label_smoothing, reduction, z_loss, softcap, backend)
@@ -153,7 +157,8 @@ def _checked(logits, target, weight, ignore_index, options, inplace, backend) ->
 
 
 def _through_library(logits, target, weight, ignore_index, options, wanted, ready, inplace, backend):
-    """A call of `cross_entropy` that is traced or transformed, or whose tensors are not plain ones."""
+    """Runs `cross_entropy` through torch.library: for calls that are traced or transformed, and for tensor
+    subclasses."""
     inplace = inplace and wanted and not torch.compiler.is_compiling()
     loss = _checked(logits, target, weight, ignore_index, options, inplace, backend)
     if inplace and logits.is_leaf:
@@ -174,8 +179,8 @@ def _through_library(logits, target, weight, ignore_index, options, wanted, read
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
-    differentiated."""
+    """The autograd function of eager calls. The backward goes through torch.library where it is traced, transformed or
+    itself differentiated."""
 
     @staticmethod
     def forward(ctx, logits, target, weight, run, loss, inplace):
@@ -195,8 +200,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _ReadyGradient(torch.autograd.Function):
-    """The gradient that the forward wrote. In the memory of the logits, for eager calls of any kind: an op that mutates
-    its input cannot have an autograd formula of its own."""
+    """The autograd function of a forward that also writes the gradient. In place, it serves all eager calls, those
+    through torch.library too: an op that mutates its input cannot have an autograd formula of its own."""
 
     @staticmethod
     def forward(ctx, logits, target, weight, run, inplace):
@@ -213,6 +218,6 @@ class _ReadyGradient(torch.autograd.Function):
         return library.scaled(ctx.saved_tensors[0], g_loss), None, None, None, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has ruled functorch out.
+# Skips torch.autograd.Function.apply, which only adds the functorch checks: `lean` has excluded functorch.
 _apply = super(torch.autograd.Function, _CrossEntropy).apply
 _apply_ready = super(torch.autograd.Function, _ReadyGradient).apply

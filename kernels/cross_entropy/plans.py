@@ -1,11 +1,11 @@
-"""Launch plans of cross_entropy: everything about a call that does not change with the tensors' contents and addresses.
+"""Launch plans of cross_entropy: everything about a call that does not depend on the tensors' contents and addresses.
 
 Estimate, bf16, R rows of V, one NVIDIA H200 that copies 4254 GB/s:
   forward             reads the logits                       2·R·V bytes   16384 x 32000: 1.05 GB, 246 us
   backward            reads them, writes their gradient      4·R·V bytes   16384 x 32000: 2.10 GB, 493 us
   forward + gradient  the same, and no other backward        4·R·V bytes   16384 x 32000: 2.10 GB, 493 us
-Besides, a row has 8 bytes of target, 8 of maximum and sum, 4 of loss. An element costs about 6 fp32 instructions
-forward, one of them an exponential; the GPU can issue 13 in the time that the element's two bytes take.
+A row adds 8 bytes of target, 8 of maximum and sum, 4 of loss. The forward executes about 6 fp32 instructions per
+element, one of them an exponential; the GPU can issue 13 in the time that it takes to load the element's two bytes.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ def fwd_plan(
     gradient: str | None,
     backend: str,
 ) -> Forward:
-    """Returns a function from (logits, target, weight) like these to loss, z-loss, lse, scratch and gradient, None for
-    what is not requested. With `save` the scratch begins with the stats for the backward. `gradient`: None, "new", or
-    "inplace", which overwrites the logits; for an incoming gradient of 1. Inputs as `loss.check` has checked them.
+    """Returns a function from (logits, target, weight) like these to (loss, z-loss, lse, workspace, gradient), with
+    None for those not requested. With `save` the workspace begins with the statistics for the backward. `gradient`, for
+    an incoming gradient of 1: None, "new", or "inplace", which overwrites the logits. `loss.check` must have accepted
+    the inputs.
 
-    RuntimeError where `backend` cannot take them."""
+    Raises RuntimeError where `backend` does not support them."""
     rows, device = target.numel(), logits.device
     shape = tuple(target.shape) if loss.reduction == "none" else ()
     inplace, new = gradient == "inplace", gradient == "new"
@@ -114,7 +115,7 @@ def fwd_plan(
 
 
 def _empty_plan(shape: tuple[int, ...], loss: Loss, save: bool, gradient: str | None) -> Forward:
-    """For no rows: the sum is 0, the mean NaN."""
+    """The plan for zero rows: the sum is 0, the mean NaN."""
     value = float("nan") if loss.reduction == "mean" else 0.0
 
     def run(logits: torch.Tensor, target: torch.Tensor, weight: Optional) -> Results:
@@ -143,8 +144,8 @@ def _fwd_launch(
     to: Rows,
     backend: str,
 ) -> tuple[Callable[..., None], Scratch, int]:
-    """(launch, scratch, CTAs). The launch writes the loss of each row or the partial sums, given (logits, target,
-    weight, sum of weights, loss, z-loss, lse, scratch, gradient)."""
+    """Returns (launch, workspace layout, CTAs). The launch takes (logits, target, weight, sum of weights, loss, z-loss,
+    lse, workspace, gradient) and writes the loss of each row, or the partial sums."""
     rows, vocab, dtype = target.numel(), logits.shape[-1], logits.dtype
     weighted, smooth, softcap = weight is not None, loss.label_smoothing != 0, loss.softcap is not None
     capability, sms = _device(logits)
@@ -187,7 +188,7 @@ def _fwd_launch(
         VECTOR=vector(dtype),
         **constants,
         num_warps=config.num_warps,
-        sanitize_overflow=False,  # which debug=True would turn on together with the check of the target
+        sanitize_overflow=False,  # debug=True, needed for the device-side assertion, would turn this on too
     )
     return launch, scratch, programs
 
@@ -195,7 +196,7 @@ def _fwd_launch(
 def _count_launch(
     target: torch.Tensor, targets: Vector, weight: torch.Tensor | None, loss: Loss, vocab: int, shares: int
 ) -> Launch:
-    """Writes the divisors of the mean, given (target, weight, scratch)."""
+    """The launch that writes the divisors of the mean, given (target, weight, workspace)."""
     return Launch(
         _cross_entropy_count_kernel,
         (shares,),
@@ -210,7 +211,8 @@ def _count_launch(
 def _sum_launch(
     device: torch.device, rows: int, programs: int, weighted: bool, loss: Loss, save: bool, scratch: Scratch
 ) -> Launch:
-    """Writes the loss, the z-loss and the divisors for the backward, given (scratch, loss, z-loss)."""
+    """The launch that writes the loss, the z-loss and the divisors for the backward, given (workspace, loss,
+    z-loss)."""
     block = min(8192, triton.next_power_of_2(programs))
     return Launch(
         _cross_entropy_sum_kernel,
@@ -238,7 +240,8 @@ def bwd_plan(
     inplace: bool,
 ) -> Backward:
     """Returns a function from (g_loss, g_z, g_lse, logits, target, weight, stats) like these to the gradient of the
-    logits; with `inplace` it overwrites them. g_loss, g_z and g_lse are the gradients of the three outputs, or None."""
+    logits. With `inplace` the gradient overwrites the logits. g_loss, g_z and g_lse are the incoming gradients of the
+    three outputs, or None."""
     rows, vocab, dtype = target.numel(), logits.shape[-1], logits.dtype
     if rows == 0:
         return lambda *given: given[3] if inplace else torch.empty_like(given[3], memory_format=torch.contiguous_format)
@@ -305,8 +308,8 @@ def bwd_plan(
 
 
 def scale_plan(grad: torch.Tensor, g_loss: torch.Tensor, inplace: bool) -> Scale:
-    """Returns a function from (grad, g_loss) like these to g_loss · grad, one factor for all rows or one for each. In
-    place, rows whose factor is 1 are neither read nor written."""
+    """Returns a function from (grad, g_loss) like these to g_loss · grad. g_loss is a scalar or has one factor per row.
+    In place, rows whose factor is 1 are neither read nor written."""
     if grad.numel() == 0:
         return lambda grad, g_loss: grad
     matrix, copied = matrix_of(grad)
@@ -336,7 +339,7 @@ def scale_plan(grad: torch.Tensor, g_loss: torch.Tensor, inplace: bool) -> Scale
 
 
 def _features(loss: Loss, weight: torch.Tensor | None, dtype: torch.dtype) -> dict[str, bool]:
-    """The constexprs by which all kernels omit what is not requested."""
+    """The constexprs that compile the optional terms in or out, common to all kernels."""
     return dict(
         HAS_WEIGHT=weight is not None,
         SMOOTH=loss.label_smoothing != 0,
@@ -351,24 +354,24 @@ def _numbers(loss: Loss) -> tuple[int, float, float, float]:
 
 
 def _tile(config: NarrowConfig, vocab: int) -> dict[str, Any]:
-    """The constexprs of the narrow kernels."""
+    """The tile's constexprs of the narrow kernels."""
     block_n = triton.next_power_of_2(vocab)
     width = config.lanes * config.vector
     return dict(BLOCK_M=config.block_m, BLOCK_N=block_n, WIDTH=width, FULL=vocab == block_n)
 
 
 def _persistent(tiles: int, resident: int) -> int:
-    """CTAs of a persistent kernel; so few that the index of a tile past the last one fits 32 bits."""
+    """The number of CTAs of a persistent kernel, so bounded that the index of a tile past the last one fits 32 bits."""
     return min(tiles, resident, max(1, 2**31 - tiles))
 
 
 def _incoming(gradient: torch.Tensor | None) -> Vector:
-    """How an incoming gradient is addressed by rows: stride 0 for a scalar, or for none."""
+    """How an incoming gradient is addressed by row: with stride 0 if it is a scalar or None."""
     return Vector(0, False) if gradient is None or gradient.dim() == 0 else vector_of(gradient)
 
 
 def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a contiguous tensor."""
+    """The strides of a contiguous tensor of this shape."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -377,7 +380,8 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _check_target(target: torch.Tensor, vocab: int, ignore_index: int) -> None:
-    """On the CPU, where reading the targets needs no synchronisation. On a GPU the kernel asserts it."""
+    """Raises ValueError for a target out of range. For CPU tensors only: on a GPU, reading the targets would
+    synchronise, so the kernel asserts it."""
     wrong = target[(target != ignore_index) & ((target < 0) | (target >= vocab))]
     if wrong.numel():
         raise ValueError(
@@ -386,7 +390,7 @@ def _check_target(target: torch.Tensor, vocab: int, ignore_index: int) -> None:
 
 
 def _device(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of SMs; in the interpreter, that of a small sm_80."""
+    """(compute capability, number of SMs). In the interpreter, those of an sm_80 GPU with two SMs."""
     if not tensor.is_cuda:
         return (8, 0), 2
     properties = torch.cuda.get_device_properties(tensor.device)

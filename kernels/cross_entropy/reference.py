@@ -21,13 +21,14 @@ def cross_entropy_reference(
     grad_in_forward: bool = False,
     with_grad: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """As `cross_entropy`, or with_grad as `cross_entropy_and_grad`. grad_in_forward detaches all but the loss."""
+    """Computes `cross_entropy`, or `cross_entropy_and_grad` if with_grad. With grad_in_forward all outputs but the loss
+    are detached."""
     wide, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
     wide = wide.to(torch.promote_types(logits.dtype, torch.float32))
     y = wide if softcap is None else softcap * torch.tanh(wide / softcap)
     live = flat != ignore_index
     w = None if weight is None else weight.to(y.dtype)
-    # A NaN in the weights would otherwise reach the gradient of the rows that are ignored.
+    # Otherwise a NaN in the weights would reach the gradient of ignored rows.
     counted = y if w is None else torch.where(live[:, None], y, 0.0)
     loss = F.cross_entropy(
         counted, flat, w, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing

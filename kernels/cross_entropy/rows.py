@@ -1,7 +1,5 @@
-"""The aligned body and the unaligned fringe of a row; loads of targets and weights; stores of a row's and a CTA's
-results.
-
-Shared by the kernels of every width.
+"""The aligned body and the unaligned fringe of a row, loads of targets and weights, stores of the results of a row and
+of a CTA. The narrow and the wide kernels share them.
 """
 
 from __future__ import annotations
@@ -12,13 +10,14 @@ import triton.language as tl
 
 @triton.jit
 def body(base, vocab, LAYOUT: tl.constexpr, VECTOR: tl.constexpr):
-    """(offset of the first vector of the row that begins at `base`, columns before it, columns in vectors). LAYOUT:
+    """(offset of the first vector of the row that begins at offset `base`, columns before it, columns in vectors).
+    LAYOUT:
 
     aligned  every row begins and ends on a boundary of VECTOR elements
-    fringed  rows need not; the body is between the row's first and last boundary, the rest is the fringe
-    any      as fringed, but the entire row is read as body, one element a load
+    fringed  rows may begin and end anywhere; the body is between the row's first and last boundary, the rest is fringe
+    any      rows may begin and end anywhere; the entire row is body, read one element per load
 
-    The multiplications show the compiler what is aligned.
+    The multiplications by VECTOR let the compiler infer the alignment.
     """
     first, head, length = base, 0, vocab
     if LAYOUT == "aligned":
@@ -32,7 +31,7 @@ def body(base, vocab, LAYOUT: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def fringe(head, length, vocab, VECTOR: tl.constexpr):
-    """The columns of a row that are not in its body, [2 · VECTOR], padded with `vocab`."""
+    """The column indices of a row's fringe, [2 · VECTOR], padded with `vocab`."""
     i = tl.arange(0, 2 * VECTOR)
     before = tl.where(i < head, i, vocab)
     after = tl.minimum(head + length + i - VECTOR, vocab)
@@ -41,7 +40,7 @@ def fringe(head, length, vocab, VECTOR: tl.constexpr):
 
 @triton.jit
 def load_target(target_ptr, row, stride_target, vocab, ignore_index):
-    """(column of the target, whether the row is not ignored). An ignored row gets column 0."""
+    """(column of the target, whether the row is live, that is, not ignored). An ignored row gets column 0."""
     target = tl.load(target_ptr + row.to(tl.int64) * stride_target)
     live = target != ignore_index
     tl.device_assert(
@@ -53,7 +52,7 @@ def load_target(target_ptr, row, stride_target, vocab, ignore_index):
 
 @triton.jit
 def load_weights(weight_ptr, columns, mask, WEIGHTED: tl.constexpr):
-    """The weights of those columns, or 1."""
+    """The weights of the columns, or 1 without WEIGHTED."""
     w = 1.0
     if WEIGHTED:
         w = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
@@ -76,8 +75,8 @@ def store_rows(
     RETURN_LSE: tl.constexpr,
     SAVE: tl.constexpr,
 ):
-    """Stores the results of each row where `here`. `results`: pointers to loss, z-loss, lse and the scratch, which
-    begins with the maxima of all rows, then their sums."""
+    """Stores the results of each row where the mask `here` is true. `results`: pointers to loss, z-loss, lse and the
+    workspace, which begins with the maxima of all rows, followed by their sums."""
     loss_ptr, z_ptr, lse_ptr, scratch_ptr = results
     if RETURN_LSE:
         tl.store(lse_ptr + row, lse, mask=here)
@@ -94,7 +93,7 @@ def store_rows(
 def store_sums(
     loss, z, count, weight, partial_ptr, REDUCTION: tl.constexpr, HAS_Z: tl.constexpr, HAS_WEIGHT: tl.constexpr
 ):
-    """Stores a CTA's column of the partial sums, for a sum or a mean."""
+    """Stores a CTA's column of the partial sums, for reduction sum or mean."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     tl.store(partial_ptr + program, loss)
     if HAS_Z:

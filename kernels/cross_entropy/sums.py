@@ -1,7 +1,7 @@
 """Reductions over the batch, in a fixed order: Σ loss, Σ z-loss, and the divisors of the mean.
 
-`partial` is [4, n] in fp32, a column for each CTA of the forward: sums of cross entropy and of z-loss, number of rows
-that are not ignored, and sum of their weights. Rows of it that are not needed are not written.
+The partial sums are [4, n] in fp32, with one column per CTA of the forward: sum of the cross entropy, sum of the
+z-loss, number of rows that are not ignored, sum of their weights. Rows that are not needed are not written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def _cross_entropy_sum_kernel(
     SAVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One CTA: writes the loss and z-loss and, for the backward of a mean, 1 / Σ weights and 1 / number of rows that
-    are not ignored."""
+    """Writes the loss and z-loss and, for the backward of a mean, 1 / Σ weights and 1 / (number of rows that are not
+    ignored). One CTA."""
     lanes = tl.arange(0, BLOCK)
     losses = tl.zeros([BLOCK], tl.float32)
     zs = tl.zeros([BLOCK], tl.float32)
@@ -66,8 +66,8 @@ def _cross_entropy_count_kernel(
     HAS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each CTA's part of Σ weights and of the number of rows that are not ignored, into [2, CTAs]: the divisors of a
-    mean, where the forward needs them before the loss."""
+    """Writes each CTA's partial Σ weights and partial number of rows that are not ignored to [2, CTAs]. Their sums are
+    the divisors of a mean. A forward that also writes the gradient needs them before the loss."""
     programs = tl.num_programs(0)
     counts = tl.zeros([BLOCK], tl.float32)
     weights = tl.zeros([BLOCK], tl.float32)
@@ -77,7 +77,7 @@ def _cross_entropy_count_kernel(
         live = target != ignore_index
         counts += tl.where(live, 1.0, 0.0)
         if HAS_WEIGHT:
-            # A target out of range is not used as an index here; the forward asserts.
+            # A target out of range must not be used as an index here; the forward asserts the range.
             known = live & (target >= 0) & (target < vocab)
             weights += tl.load(weight_ptr + target, mask=known, other=0.0).to(tl.float32)
     count = tl.sum(counts, 0)
@@ -87,6 +87,6 @@ def _cross_entropy_count_kernel(
 
 @triton.jit
 def inverse_counts(count_ptr, COUNTS: tl.constexpr):
-    """1 / Σ weights and 1 / rows that are not ignored, from what `_cross_entropy_count_kernel` wrote."""
+    """(1 / Σ weights, 1 / number of rows that are not ignored), from the output of `_cross_entropy_count_kernel`."""
     lanes = tl.arange(0, COUNTS)
     return 1 / tl.sum(tl.load(count_ptr + lanes), 0), 1 / tl.sum(tl.load(count_ptr + COUNTS + lanes), 0)

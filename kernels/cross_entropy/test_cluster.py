@@ -1,5 +1,5 @@
-"""The gradient in the forward over a cluster of CTAs: when it runs and what it is told, anywhere; what it computes, on
-Hopper."""
+"""The forward that also writes the gradient, over a cluster of CTAs. On any machine: when it runs, and its launch
+arguments. On Hopper: its results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .reference import cross_entropy_reference
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
-# Of each number of CTAs and of vectors a thread, and one vector more or less than a whole row of them.
+# Vocabularies for each number of CTAs and of vectors per thread, and one vector more or less than fills all threads.
 WIDTHS = (8200, 12288, 16384, 16392, 20480, 32000, 32760, 50304, 65528, 98304, 128256, 131072, 131080, 200000, 262144)
 ALL: dict[str, Any] = dict(label_smoothing=0.1, z_loss=1e-2, return_z_loss=True, return_lse=True)
 
@@ -42,7 +42,7 @@ def test_every_width_is_covered_once(dtype, terms):
         config = configs.pick_cluster_config(vectors * per_vector, dtype, terms)
         assert config.ctas in (2, 4, 8, 16) and 5 <= config.vectors <= 8
         assert config.slice % 8 == 0 and config.slice <= config.threads * config.vectors
-        assert config.slice * (config.ctas - 1) < vectors <= config.slice * config.ctas  # the last has something
+        assert config.slice * (config.ctas - 1) < vectors <= config.slice * config.ctas  # the last CTA is not empty
         assert 3 <= config.resident <= 6
 
 
@@ -56,7 +56,7 @@ def test_the_configurations_of_the_benched_cases():
 
 
 def test_the_generic_checks_leave_it_to_auto():
-    """They try layouts and sizes that it does not take; auto takes it for those that it does."""
+    """The generic checks try layouts and sizes that "cuda" does not support; "auto" uses it for the supported ones."""
     implementations = {item.implementation for item in checks_of(SPEC, "cpu")}
     assert implementations == {"auto", "triton"}
 
@@ -86,7 +86,7 @@ def test_what_it_does_not_take(monkeypatch):
 
 @pytest.fixture
 def told(monkeypatch):
-    """What is compiled and launched, on nothing."""
+    """Records the options of the compilation and the arguments of the launch, without a GPU."""
     compiled, launched = [], []
     monkeypatch.setattr(plans, "_device", lambda tensor: ((9, 0), 132))
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
@@ -102,7 +102,8 @@ def told(monkeypatch):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("smoothing", "has_z"), [(0.0, False), (0.5, True)])
 def test_what_it_is_told(smoothing, has_z, in_place, told):
-    """Pointers or none, sizes and strides in vectors. Without a reduction nothing else is launched."""
+    """Checks which pointers are null, and that sizes and strides are in vectors. Without a reduction there is no other
+    launch."""
     compiled, launched = told
     logits = torch.empty(3, 40968 + 64, dtype=BF16, device=DEVICE)[:, 8:40976]
     target = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)[:, 1]
@@ -166,7 +167,7 @@ def test_the_forward_alone_is_not_for_it(told):
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("vectors", [5, 6, 7, 8])
 def test_nothing_spills(vectors, dtype, monkeypatch):
-    """At the number of CTAs that registers are limited for."""
+    """Compiled with the register limit that lets `resident` CTAs fit an SM."""
     found = []
 
     def kernels(device: int, source: str, names: tuple, defines: tuple, shared: int) -> tuple:
@@ -191,7 +192,7 @@ def test_nothing_spills(vectors, dtype, monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The launches over a cluster. Skips where there is none."""
+    """Records the cluster launches. Skips where the GPU does not support them."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
     if reason := cuda_driver.no_compiler():
@@ -202,7 +203,7 @@ def launched(monkeypatch):
 
 
 def batch(rows: int, vocab: int, dtype: torch.dtype, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of very different sizes, of which every fourth is ignored and NaN."""
+    """Rows of very different magnitudes. Every fourth row is ignored and NaN."""
     sizes = torch.rand(rows, 1, device="cuda") * 4 + 0.01
     logits = (torch.randn(rows, vocab + padding, device="cuda") * sizes).to(dtype)[:, padding // 2 :][:, :vocab]
     target = torch.randint(0, vocab, (rows,), device="cuda")
@@ -211,7 +212,7 @@ def batch(rows: int, vocab: int, dtype: torch.dtype, padding: int = 0) -> tuple[
 
 
 def check(logits: torch.Tensor, target: torch.Tensor, inplace: bool = False, **options) -> None:
-    """Against fp64. Repeats agree bit for bit, in place or not, where memory was NaN before."""
+    """Compares with fp64. Repeated calls agree bit for bit, in place or not, in memory that held NaN before."""
     options = {"reduction": "mean", **options}
     known = torch.where(target[:, None] == options.get("ignore_index", -100), 0.0, logits.double())
     wanted = cross_entropy_reference(known, target, with_grad=True, **options)
@@ -220,7 +221,7 @@ def check(logits: torch.Tensor, target: torch.Tensor, inplace: bool = False, **o
     runs = []
     for given in (logits.clone(), logits):
         poison = torch.full_like(logits, torch.nan)
-        del poison  # whose memory the gradient takes
+        del poison  # the gradient is then allocated in its memory
         runs.append(cross_entropy_and_grad(given, target, inplace=inplace, **options))
         assert not inplace or runs[-1][1] is given
     rounding = {BF16: 2.0**-8, FP16: 2.0**-10, FP32: 0.0}[logits.dtype]
@@ -240,7 +241,7 @@ def check(logits: torch.Tensor, target: torch.Tensor, inplace: bool = False, **o
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", WIDTHS)
 def test_computes_what_it_should(vocab, dtype, launched):
-    """More rows than fit at a time, and one; all that may be asked for, and nothing; every reduction."""
+    """Covers more rows than are resident at once, and one row; all options, and none; every reduction."""
     if not cluster.NARROWEST <= vocab * dtype.itemsize // 16 <= cluster.WIDEST:
         pytest.skip("not for a cluster in this dtype")
     check(*batch(max(5, 2**22 // vocab), vocab, dtype), **ALL)
@@ -276,7 +277,7 @@ def test_what_is_not_aligned_runs_in_triton(launched):
 
 @pytest.mark.gpu
 def test_masked_and_huge_logits(launched):
-    """As the Triton version has them, NaN and inf in the same places."""
+    """Agrees with the Triton version, with NaN and inf in the same places."""
     for dtype, smoothing in itertools.product((FP32, BF16), (0.0, 0.1)):
         logits, target = batch(9, 50304, dtype)
         logits[1::4], target[1::4] = 1, 5
@@ -313,7 +314,7 @@ def test_through_autograd_and_autocast(launched):
 
 @pytest.mark.gpu
 def test_in_a_graph_on_a_stream_and_in_a_thread(launched):
-    """A new thread has no context before something makes one current."""
+    """A new thread has no current CUDA context until some call makes one current."""
     logits, target = batch(40, 128256, BF16)
     expected, results = cross_entropy_and_grad(logits, target), []
     torch.cuda.synchronize()
@@ -364,7 +365,7 @@ print("a wrong target passes too", flush=True)
 @pytest.mark.gpu
 @pytest.mark.parametrize("target", [-1, 32000, 2**32 + 5])
 def test_a_target_out_of_range_is_a_device_side_assertion(target, launched):
-    """In a process of its own, because it makes an end of the CUDA context."""
+    """Runs in a separate process, because the assertion destroys the CUDA context."""
     program = PROGRAM.format(package=__package__, target=target)
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert "right targets pass" in found.stdout, found.stderr

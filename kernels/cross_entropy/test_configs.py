@@ -1,4 +1,4 @@
-"""Configurations of the Triton kernels, and which program has which rows and columns."""
+"""Configurations of the Triton kernels, and the assignment of rows and columns to programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_vocabulary_has_a_configuration(dtype, capability, grad, spread):
                 assert bool(fwd.grad_unroll) == grad
                 continue
             for config in (fwd, bwd):
-                # What keeps a row within a warp wherever it fits into one: else warps would share it, and wait.
+                # Keeps a row within one warp wherever it fits. Otherwise several warps would hold it and need barriers.
                 assert config.block_m * config.lanes >= 32 * config.num_warps
                 assert config.lanes * config.vector <= 2 ** (vocab - 1).bit_length()
             assert fwd.programs_per_sm * fwd.num_warps * 32 * fwd.registers == 65536
@@ -46,7 +46,7 @@ def test_the_narrow_forward_of_plain_rows_is_as_measured():
 @pytest.mark.parametrize("vocab", [5, 24, *(pytest.param(n, marks=pytest.mark.slow) for n in (512, 2500))])
 @pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.1, z_loss=1e-2, softcap=5.0, return_lse=True)])
 def test_programs_of_the_narrow_forward_go_from_tile_to_tile(monkeypatch, vocab, options):
-    """So few programs that each has several tiles, and that of the last round not all have one."""
+    """With so few programs that each has several tiles, and that some have one tile fewer than the others."""
     monkeypatch.setattr(plans, "_device", lambda tensor: ((8, 0), 1))
     count = (
         5 * 8 * configs.pick_fwd_config(vocab, torch.float32, vocab % 4 == 0, False, False, False, (9, 0)).block_m // 2
@@ -75,13 +75,13 @@ def test_so_few_programs_are_resident_that_no_tile_has_a_number_beyond_32_bits()
 
 
 def test_a_row_of_the_fringe_is_covered_once():
-    """`body` and `fringe` share out the columns of a row wherever it begins."""
+    """`body` and `fringe` together cover each column of a row once, wherever the row begins."""
     import triton
     import triton.language as tl
 
     @triton.jit
     def _cover_kernel(out_ptr, base, vocab, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
-        base += tl.zeros([], tl.int64)  # an argument of 1 comes as a constant
+        base += tl.zeros([], tl.int64)  # Triton specialises an argument of 1 to a constant
         first, head, length = rows.body(base, vocab, "fringed", VECTOR)
         at = tl.arange(0, BLOCK)
         tl.store(out_ptr + head + at, 1, mask=at < length)

@@ -1,4 +1,4 @@
-"""What is special to cross_entropy; `tests/test_specs.py` checks the rest from SPEC."""
+"""Tests specific to cross_entropy; `tests/test_specs.py` checks the rest from SPEC."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _seed():
 
 
 def batch(*shape: int, ignored: bool = True, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [*shape] and targets, of which some are ignored."""
+    """Logits [*shape] and their targets; some targets are ignore_index."""
     logits = 2 * torch.randn(shape, device=DEVICE, **options)
     target = torch.randint(0, shape[-1], shape[:-1], device=DEVICE)
     if ignored and target.numel() > 2:
@@ -40,7 +40,7 @@ def with_grad(loss, logits, target, **options):
 
 
 def through(logits: torch.Tensor) -> torch.Tensor:
-    """The logits as an op made them: not a leaf, and not kept by the op."""
+    """The logits as the result of an op that does not save them: not a leaf."""
     return logits.detach().requires_grad_() * 1
 
 
@@ -72,7 +72,7 @@ def test_any_leading_dimensions_and_an_ignore_index_of_ones_own():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_without_a_row_that_counts(fused):
-    """As in PyTorch: a sum of 0, a mean of 0 / 0, and no gradient."""
+    """As in PyTorch, the sum is 0, the mean is 0 / 0 and the gradient is 0."""
     logits, target = batch(3, 24)
     target.fill_(-100)
     for reduction in ("none", "sum", "mean"):
@@ -88,7 +88,7 @@ def test_without_a_row_that_counts(fused):
 @pytest.mark.parametrize("vocab", [40, 4100])
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_is_in_ignored_rows_does_not_matter(vocab, fused):
-    """PyTorch multiplies it by 0, which lets NaN through to the gradient."""
+    """PyTorch multiplies ignored rows by 0, so that a NaN in them reaches the gradient."""
     logits, target = batch(6, vocab)
     clean = with_grad(cross_entropy, logits, target, grad_in_forward=fused)
     logits[target == -100] = math.nan
@@ -98,7 +98,7 @@ def test_what_is_in_ignored_rows_does_not_matter(vocab, fused):
 @pytest.mark.parametrize("vocab", [40, 12301])
 @pytest.mark.parametrize("fused", [False, True])
 def test_masked_and_huge_logits(vocab, fused):
-    """Stretches of −inf longer than any chunk, rows of nothing else, and numbers at both ends of fp32."""
+    """Runs of −inf longer than any chunk, rows of −inf only, and values at both ends of fp32's range."""
     logits, target = batch(6, vocab, ignored=False)
     third = vocab // 3
     logits[0, : 2 * third], target[0] = -math.inf, vocab - 1
@@ -190,7 +190,7 @@ def test_the_gradient_that_the_reference_writes_out_is_that_of_autograd(reductio
 
 
 class _spy:
-    """Stands in for a JIT kernel and notes the options of each launch."""
+    """Replaces a JIT kernel and records the options of each launch."""
 
     def __init__(self, jit, launched):
         self.jit, self.launched = jit, launched
@@ -228,7 +228,7 @@ def test_rows_are_read_in_place():
 @pytest.mark.parametrize("offset", range(4))
 @pytest.mark.parametrize("extra", range(4))
 def test_rows_off_alignment_have_a_body_and_a_fringe(offset, extra):
-    """Every way in which a row of fp32 may lie between 16-byte boundaries, read and written, with its neighbours."""
+    """Reads and writes a row of fp32 at every offset from a 16-byte boundary, with its neighbouring rows."""
     vocab = configs.NARROW + 1 + extra
     packed, target = batch(3, vocab + offset, ignored=False)
     target %= vocab
@@ -287,7 +287,7 @@ print("a wrong target passes too", flush=True)
     ],
 )
 def test_a_target_out_of_range_is_a_device_side_assertion(vocab, target, graph, call):
-    """In a process of its own, because it makes an end of the CUDA context."""
+    """Runs in a separate process, because the assertion destroys the CUDA context."""
     program = PROGRAM.format(package=__package__, vocab=vocab, target=target, graph=graph, call=call)
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert "right targets pass" in found.stdout, found.stderr
@@ -348,7 +348,7 @@ def test_bad_input_is_refused_by_name(change, error, words):
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 def test_more_than_two_to_the_31_logits(fused):
-    """Offsets are 64 bits wide: the last rows lie past what 32 reach."""
+    """Offsets are 64 bits wide: the last rows are out of reach of 32-bit offsets."""
     rows, vocab = 2**31 // 50257 + 3, 50257
     if torch.cuda.mem_get_info()[0] < 20 * 2**30:
         pytest.skip("needs 20 GiB of free memory on the GPU")

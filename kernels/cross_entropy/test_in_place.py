@@ -1,4 +1,4 @@
-"""The gradient written in the forward, and in the memory of the logits."""
+"""The gradient written by the forward, and the gradient written over the logits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_gradient_of_the_forward_is_that_of_the_backward(vocab, reduction):
 @pytest.mark.parametrize("grad_in_forward", [False, True])
 @pytest.mark.parametrize("columns", [slice(0, 40), slice(3, 36), slice(0, 80, 2)])
 def test_in_place_the_gradient_takes_the_memory_of_the_logits(grad_in_forward, columns):
-    """Also of a slice of rows, and of logits without a unit stride, which are copied to and fro."""
+    """Also for a slice of rows, and for logits without a unit stride, which are copied and copied back."""
     stored, target = batch(6, 80)
     target %= 33
     given = stored.detach().requires_grad_()
@@ -57,7 +57,7 @@ def with_grad_of_one(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 
 
 def test_an_incoming_gradient_of_one_costs_nothing(monkeypatch):
-    """The kernel finds it out by itself: the host does not wait to see."""
+    """The kernel compares the factor with 1: the host does not synchronise to read it."""
     logits, target = batch(5, 30)
     made = through(logits)
     loss = cross_entropy(made, target, grad_in_forward=True, inplace=True)
@@ -82,7 +82,7 @@ def test_a_retained_graph_may_be_run_again(grad_in_forward, inplace):
 
 @pytest.mark.parametrize("grad_in_forward", [False, True])
 def test_autograd_notices_that_logits_were_overwritten_which_it_needs(grad_in_forward):
-    """exp keeps its output."""
+    """Autograd reports an error, because exp saves its output, which is then overwritten."""
     logits, target = batch(5, 30)
     loss = cross_entropy(logits.requires_grad_().exp(), target, grad_in_forward=grad_in_forward, inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -101,7 +101,7 @@ def test_inplace_leaves_logits_alone_where_no_gradient_is_wanted():
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_the_gradient_in_the_forward_compiles(inplace, reduction):
-    """Where torch.compile looks after memory, inplace asks for nothing."""
+    """Under torch.compile, which manages memory itself, inplace has no effect."""
     logits, target = batch(5, 30)
 
     def step(x):
@@ -130,7 +130,7 @@ def test_what_cannot_be_overwritten_is_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_training_step_in_a_cuda_graph(fused):
-    """Forward and backward captured together, on logits that are made anew and overwritten."""
+    """Forward and backward are captured in one graph. Each replay computes the logits again and overwrites them."""
     hidden, target = batch(64, 32, dtype=torch.bfloat16)
     head = torch.randn(5000, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, 5000, (64,), device="cuda")

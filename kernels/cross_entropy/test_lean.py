@@ -1,4 +1,4 @@
-"""The eager path against that through torch.library, and what a kept plan must not mix up."""
+"""The eager path compared with that through torch.library, and the keys of cached plans."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _seed():
 
 
 class Passing(TorchDispatchMode):
-    """Changes nothing, and is enough for a call to be traced."""
+    """A dispatch mode that changes nothing, but sends a call through torch.library."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
 def results(logits: torch.Tensor, target: torch.Tensor, **options) -> list[torch.Tensor]:
-    """What a call returns, and the gradient of its first and last results."""
+    """The results of a call, and the gradients of its first and last results."""
     made = through(logits)
     found = cross_entropy(made, target, **options)
     found = found if isinstance(found, tuple) else (found,)
@@ -58,7 +58,7 @@ def test_both_paths_give_the_same_bits(options, vocab, weighted):
     logits, target = batch(5, vocab)
     options = {**options, "weight": torch.rand(vocab, device=DEVICE) if weighted else None}
     mine = results(logits, target, **options)
-    same(results(logits, target, **options), mine)  # from the kept plan
+    same(results(logits, target, **options), mine)  # from the cached plan
     with Passing():
         other = results(logits, target, **options)
     same(other, mine)
@@ -83,7 +83,7 @@ def test_no_op_is_called_by_an_eager_call(monkeypatch):
 
 
 def layouts(logits: torch.Tensor, target: torch.Tensor):
-    """The same values, addressed otherwise."""
+    """The same values with other strides and offsets."""
     rows, vocab = logits.shape
     for offset, stride in itertools.product((0, 1, 3, 4), (vocab, vocab + 1, vocab + 4)):
         room = torch.full((offset + rows * stride,), torch.nan, device=DEVICE, dtype=logits.dtype)
@@ -97,7 +97,7 @@ def layouts(logits: torch.Tensor, target: torch.Tensor):
 @pytest.mark.parametrize("vocab", [40, 4101])
 @pytest.mark.parametrize("grad_in_forward", [False, True])
 def test_plans_are_not_mixed_up(vocab, grad_in_forward):
-    """Tensors of other alignment, stride, dtype and shape, all called in turn and then again."""
+    """Tensors of different alignments, strides, dtypes and shapes, all called in sequence, twice."""
     logits, target = batch(4, vocab)
     options = dict(grad_in_forward=grad_in_forward, label_smoothing=0.1)
     expected = results(logits, target, **options)
@@ -165,7 +165,7 @@ def test_the_number_of_plans_is_bounded(monkeypatch):
 
 @pytest.fixture
 def one_at_a_time(monkeypatch):
-    """Triton's interpreter is not made for threads: there the launches wait for each other."""
+    """Serialises the launches in Triton's interpreter, which is not thread-safe."""
     if DEVICE == "cpu":
         lock, original = threading.Lock(), launch.Launch.__call__
 
@@ -212,7 +212,7 @@ def test_an_output_that_is_not_used_has_no_gradient():
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("grad_in_forward", [False, True])
 def test_a_second_derivative_is_an_error(grad_in_forward, given):
-    """Whether or not the incoming gradient requires one itself."""
+    """Whether or not the incoming gradient itself requires a gradient."""
     logits, target = batch(4, 40)
     leaf = logits.requires_grad_()
     loss = cross_entropy(leaf, target, grad_in_forward=grad_in_forward)
@@ -223,7 +223,7 @@ def test_a_second_derivative_is_an_error(grad_in_forward, given):
 
 
 def test_gradients_for_several_incoming_ones():
-    """is_grads_batched puts them under vmap, which an op without a rule for it runs one by one."""
+    """is_grads_batched runs the backward under vmap. An op without a batching rule then runs once per gradient."""
     logits, target = batch(4, 40)
     leaf = logits.requires_grad_()
     loss = cross_entropy(leaf, target, reduction="none")
@@ -234,7 +234,7 @@ def test_gradients_for_several_incoming_ones():
 
 
 def test_saved_tensors_may_come_back_elsewhere():
-    """As hooks that pack them bring them: the backward's plan is that of what it is given."""
+    """Saved-tensor hooks may unpack a tensor with another layout: the backward's plan is that of the unpacked one."""
     logits, target = batch(4, 40)
 
     def unpack(packed: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""The sum over a batch in one launch. Each CTA adds once to a 64-bit word in global memory; the value that this atomic
-addition returns tells it whether it is the last CTA, and if so the sum.
+"""The sum over a batch in one launch. Each CTA adds once to a 64-bit word in global memory. The value that this atomic
+addition returns tells the CTA whether it is the last one, and if so the sum.
 
 The word of a launch, from the top:
 
@@ -9,28 +9,28 @@ The word of a launch, from the top:
 
 The value returned to the last CTA plus its own addend is the sum of all: one round trip to L2, no fence, no second
 read. Integer addition is associative, so the result is bit-wise repeatable. Each CTA adds 1 to the count and, in
-absolute value, less than half of one count to the sum, so a negative sum borrows from the count but never from the
+absolute value, less than half of one count to the sum. So a negative sum borrows from the count but never from the
 flags.
 
 Precision. The partial sum of a CTA must be below 2^36 units. The unit is a power of two, chosen such that this allows
-an average |log p| of 512 over the rows of a CTA, their number rounded up to a power of two. Fractions of a unit are
-truncated. So the error of the mean is below 512 / 2^36 = 2^-27 times (rows, so rounded up, of all CTAs) / rows: an
-eighth of the rounding error of an fp32 mean between 1 and 2. Where the average |log p| in a CTA is 1/16 or more, the
-last bit of its fp32 partial sum is a unit or more, and nothing is lost; adding the partial sums in fp32 would lose half
-a bit each.
+an average |log p| of 512 over the rows of a CTA, whose number is rounded up to a power of two. Fractions of a unit are
+truncated. So the error of the mean is below 512 / 2^36 = 2^-27, times (sum of the rounded-up row counts) / rows: an
+eighth of the rounding error of an fp32 mean between 1 and 2. If the average |log p| in a CTA is 1/16 or more, the last
+bit of its fp32 partial sum is a unit or more, and nothing is lost. Adding the partial sums in fp32 would lose half a
+bit each.
 
 A larger partial sum is split into three integers of at most 48 bits, in units of 2^80, 2^32 and 2^-16, which are added
-to three more words. This is exact too, for the last bit of an fp32 512 is 2^-14.
+to three more words. This is exact too, as the last bit of 512 in fp32 is 2^-14.
 
 All words are 0 before a launch, and its last CTA sets them to 0 again. A plain store suffices: no CTA arrives after the
 last, and the next launch of the stream begins after this one. Launches that may overlap must not share words:
 
   eager   launches of one stream do not overlap, so there is a set of words for each (device, stream)
   graph   a captured launch runs again at any time, on any stream, when its graph is replayed. It gets words that no
-          other launch uses; replays of one graph do not overlap. Where there are none left, or none yet (capture must
-          not allocate eagerly), words are allocated in the graph and zeroed by a memset node.
+          other launch uses; replays of one graph do not overlap. If no words are left, or none are allocated yet
+          (capture must not allocate eagerly), words are allocated in the graph and zeroed by a memset node.
 
-Words come from one array per device, zeroed once; the four of a launch are one sector of L2.
+The words are in one array per device, zeroed once. The four words of a launch are one L2 sector.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ OVERFLOW_UNITS = tl.constexpr((2.0**80, 2.0**32, 2.0**-16))
 
 
 def fixed_point(rows_per_cta: int) -> tuple[float, float]:
-    """(units per 1, size of a unit) for CTAs that sum this many rows. Both are powers of two, exact in fp32."""
+    """(units per 1, size of a unit) for CTAs that sum that many rows. Both are powers of two, exact in fp32."""
     scale = 2.0**36 / (MAX_MEAN_LOG_P * triton.next_power_of_2(rows_per_cta))
     return scale, 1 / scale
 
@@ -88,8 +88,9 @@ def arrive(words_ptr, partial, scale, unit):
 
 @triton.jit
 def _add_overflow(words_ptr, partial):
-    """Adds a partial sum that the low bits of the word cannot hold to the other words, and sets a flag. Setting LARGE
-    is a release: the atomic additions of later CTAs continue its release sequence, and the last CTA acquires."""
+    """Adds to the other words a partial sum that the low bits of the first cannot hold, and sets a flag. Setting LARGE
+    is a release operation: the atomic additions of later CTAs continue its release sequence, and the last CTA
+    acquires."""
     if tl.abs(partial) < float("inf"):
         rest = partial
         for i in tl.static_range(3):
@@ -104,7 +105,7 @@ def _add_overflow(words_ptr, partial):
 
 @triton.jit
 def _sum_with_overflow(words_ptr, fixed_sum, unit):
-    """The sum in fp32 where a flag is set: that of all words. Sets the words to 0."""
+    """The sum in fp32 if a flag is set: the sum over all words. Sets the words to 0."""
     packed = tl.atomic_xchg(words_ptr, tl.cast(0, tl.int64), sem="acquire", scope="gpu")
     total = fixed_sum.to(tl.float64) * unit
     for i in tl.static_range(3):
@@ -118,7 +119,7 @@ def _sum_with_overflow(words_ptr, fixed_sum, unit):
 
 
 _lock = threading.Lock()
-# Called in every call; bound once, because a dotted name costs a lookup.
+# Used in every call; bound once, because a dotted name costs attribute look-ups.
 _capturing = torch.cuda.is_current_stream_capturing
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 
@@ -130,7 +131,7 @@ class _Words:
     by_stream: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def of(self, stream: int | None) -> torch.Tensor | None:
-        """The words of a stream or, for None, words not used before; None when there are none left."""
+        """The words of a stream, or for stream None words that no launch uses yet. None if none are left."""
         if stream in self.by_stream:
             return self.by_stream[stream]
         if self.taken == LAUNCHES:
@@ -146,13 +147,13 @@ _devices: dict[torch.device, _Words] = {}
 
 
 def words(out: torch.Tensor) -> torch.Tensor:
-    """Zeros for a launch on the current stream of the device on which `out` was just allocated."""
+    """The words, all 0, for a launch on the current stream of the device on which `out` was just allocated."""
     device = out.device
     if type(out) is not torch.Tensor:
-        # A FakeTensor, of ahead-of-time compilation: words are fake too, and are not kept beyond its mode.
+        # Ahead-of-time compilation: `out` is a FakeTensor. The words are fake too, and must not outlive the fake mode.
         return torch.zeros(WORDS, dtype=torch.int64, device=device)
     index = device.index
-    if index is None:  # the interpreter's
+    if index is None:  # a CPU tensor, in the interpreter
         return _taken(device, 0)
     if index != _current_device():
         with torch.cuda.device(index):
@@ -165,7 +166,7 @@ def words(out: torch.Tensor) -> torch.Tensor:
 
 
 def _taken(device: torch.device, stream: int | None) -> torch.Tensor:
-    """The words of a stream or, for None (a stream under capture), words that no other launch uses."""
+    """The words of a stream, or for stream None (a capture) words that no other launch uses."""
     with _lock:
         known = _devices.get(device)
         if known is None and stream is not None:
@@ -177,5 +178,5 @@ def _taken(device: torch.device, stream: int | None) -> torch.Tensor:
 def _allocate(device: torch.device) -> _Words:
     array = torch.zeros(LAUNCHES * WORDS, dtype=torch.int64, device=device)
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # other streams and graphs use the words without an event
+        torch.cuda.current_stream(device).synchronize()  # other streams and graphs do not wait on an event for zeros
     return _Words(array)

@@ -20,8 +20,8 @@ def _case(rows: int, k: int, dtype: torch.dtype, suffix: str = "", bench: bool =
 
 
 CASES = (
-    # 41 time steps of 205 000 agents, one step of them, and a small batch; then the same in bf16, and from one network
-    # output [rows, 3K] without a copy; then K = 32, where rows are whole sectors.
+    # 41 time steps of 205 000 agents, one time step, and a small batch; then the same in bf16, and from one network
+    # output [rows, 3K] without a copy; then K = 32, where rows are entire sectors.
     _case(8_400_000, 10, FP32, bench=True),
     _case(205_000, 10, FP32, bench=True),
     _case(5_000, 10, FP32, bench=True),
@@ -29,7 +29,7 @@ CASES = (
     _case(8_400_000, 10, FP32, "-packed", bench=True, packed=True),
     _case(2_600_000, 32, FP32, bench=True),
     # Boundary cases: empty, one row, primes, one component, one off a power of two, the widest.
-    _case(0, 10, FP32, "-sum", reduction="sum"),  # a mean of nothing is NaN, which torch.library.opcheck cannot compare
+    _case(0, 10, FP32, "-sum", reduction="sum"),  # a mean of no rows is NaN, which torch.library.opcheck cannot compare
     _case(0, 3, FP16, "-none", reduction="none"),
     _case(1, 1, FP32),
     _case(1, 128, FP32, "-none", reduction="none"),
@@ -54,8 +54,8 @@ CASES = (
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """Standard normal logits, mu and y, log_sigma half as wide. `packed`: logits, mu and log_sigma are the three parts
-    of one tensor. `extreme`: log_sigma up to ±30, the ends included, and mu and y a few times 1e4."""
+    """Inputs with standard normal logits, mu and y; log_sigma has half that deviation. `packed`: logits, mu and
+    log_sigma are chunks of one tensor. `extreme`: log_sigma up to ±30, inclusive, and mu and y a few times 1e4."""
     rows, k = case.dims["rows"], case.dims["k"]
     params = dict(case.params)
 
@@ -78,12 +78,12 @@ def cost(case: Case, mode: str) -> Cost:
     rows, k, size = case.dims["rows"], case.dims["k"], case.dtype.itemsize
     inputs = size * rows * (3 * k + 1)
     output = size * (rows if case.params["reduction"] == "none" else 1)
-    # Each tensor once, although fwd+bwd reads the inputs twice where they do not fit into L2: the backward cannot begin
-    # before the incoming gradient is there.
+    # Each tensor is counted once, although fwd+bwd reads inputs that do not fit in L2 twice: the backward cannot begin
+    # before the incoming gradient exists.
     nbytes = {"fwd": inputs + output, "bwd": 2 * inputs + output, "fwd+bwd": 2 * inputs + 2 * output}[mode]
-    # A component costs, an exponential counted as one FLOP and no maximum counted: weight 3 (subtract, exp, add),
-    # 1/sigma 2 (negate, exp), z 2, joint 4 (½ z², two subtractions of which one from the weight), density 3. Its
-    # gradients: posterior 1, d_logits 2, z/sigma 2, d_log_sigma 2, d_y 1. A row: log, divide, two additions, the sum.
+    # FLOPs per component, an exponential counted as one and maxima not counted: weight 3 (subtract, exp, add), 1/sigma
+    # 2 (negate, exp), z 2, joint 4 (½ z², two subtractions, one of them from the weight), density 3. Its gradients:
+    # posterior 1, d_logits 2, z/sigma 2, d_log_sigma 2, d_y 1. Per row: log, divide, two additions, the sum.
     forward, gradients, per_row = 14, 8, 5
     flops = {
         "fwd": rows * (forward * k + per_row),
@@ -94,7 +94,7 @@ def cost(case: Case, mode: str) -> Cost:
 
 
 def _torch():
-    """By torch.distributions, which checks no values here, so that it does not wait for the device."""
+    """torch.distributions, without validation of arguments, which would synchronise with the device."""
 
     def log_density(logits, mu, log_sigma, y, reduction="mean"):
         weights = Categorical(logits=logits, validate_args=False)
@@ -106,7 +106,8 @@ def _torch():
 
 
 def _widths(k: int, itemsize: int) -> list[tuple[int, int]]:
-    """(load_n, hold_n): one thread a row and wider, loaded as held; then whole rows, split through shared memory."""
+    """Candidates of (load_n, hold_n): one or more threads per row, loaded as held; then entire rows, split through
+    shared memory."""
     vector, whole = configs.vector(k, itemsize), triton.next_power_of_2(k)
     widths = [(w, w) for w in (vector, 2 * vector, 4 * vector) if w <= whole and -(-k // w) <= 16]
     if vector < whole <= 16 * vector:
@@ -118,7 +119,7 @@ def _candidates(case: Case, backward: bool) -> list[configs.Config]:
     k, vector = case.dims["k"], configs.vector(case.dims["k"], case.dtype.itemsize)
     whole = triton.next_power_of_2(k)
     if case.dims["rows"] <= 1 << 18:
-        shapes = [(1, w, 0) for w in (1, 2, 4, 8)]  # rows a thread, warps, programs per SM
+        shapes = [(1, w, 0) for w in (1, 2, 4, 8)]  # rows per thread, warps, programs per SM
     elif backward:
         shapes = [(1, 1, 0), (1, 2, 0), (1, 4, 0), (1, 4, 5), (1, 8, 0), (2, 4, 0)]
     else:

@@ -12,8 +12,8 @@ MAX_K = 128
 
 @dataclass(frozen=True)
 class Config:
-    """block_m rows a tile. Columns per load (load_n), per register tile (hold_n) and per store (store_n, backward
-    only): see tiles.py. programs_per_sm = 0: one CTA per tile. Otherwise that many persistent CTAs on each SM loop over
+    """A tile has block_m rows. Columns per load (load_n), per register tile (hold_n) and per store (store_n, backward
+    only): see tiles.py. programs_per_sm = 0: one CTA per tile. Otherwise that many persistent CTAs per SM loop over
     tiles."""
 
     block_m: int
@@ -30,10 +30,10 @@ def vector(k: int, itemsize: int) -> int:
 
 
 def hold_width(k: int, itemsize: int, loads: int) -> int:
-    """The narrowest register tile, in columns, with which a row takes at most that many loads.
+    """The narrowest register tile, in columns, with which a row needs at most `loads` loads.
 
-    Each load of a warp touches nearly every 128-byte line of its rows, and L1 looks up about one line a cycle. Narrower
-    tiles mean more loads, but fewer threads a row, so fewer shuffles and less redundant arithmetic.
+    Each load of a warp touches nearly every 128-byte line of its rows, and L1 looks up about one line per cycle.
+    Narrower tiles mean more loads, but fewer threads per row, so fewer shuffles and less redundant arithmetic.
     """
     width = vector(k, itemsize)
     while -(-k // width) > loads:
@@ -42,17 +42,17 @@ def hold_width(k: int, itemsize: int, loads: int) -> int:
 
 
 def _loads(itemsize: int) -> int:
-    """Loads of a row that are fastest on an H200. 16-bit rows have half the bytes, and so half the time for arithmetic:
-    for them fewer threads a row outweigh more loads."""
+    """The number of loads per row that is fastest on an H200. 16-bit rows have half the bytes, and so half the time for
+    arithmetic: for them fewer threads per row outweigh more loads."""
     return 3 if itemsize == 4 else 5
 
 
 def pick_fwd_config(rows: int, k: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
     """Configuration of the forward kernel. Pure.
 
-    More than 2^22 elements of logits: 8 persistent CTAs of 4 warps on each SM, which bounds the number of atomic
-    additions; at most 3 loads a row in fp32, 5 in 16-bit dtypes. Fewer: time is latency, so one CTA per tile and at
-    most 5 loads a row; CTAs of 1 warp, or of 8 above 32768 threads, so that few CTAs have to be waited for. Record:
+    More than 2^22 elements of logits: 8 persistent CTAs of 4 warps per SM, which bounds the number of atomic additions;
+    at most 3 loads per row in fp32, 5 in 16-bit dtypes. Fewer elements: latency-bound, so one CTA per tile and at most
+    5 loads per row; CTAs of 1 warp, or of 8 above 32768 threads, so that the last CTA waits for few others. Record:
     reports/h200/tune/gmm_logprob.json.
     """
     if rows * k <= 1 << 22:
@@ -68,9 +68,9 @@ def pick_fwd_config(rows: int, k: int, dtype: torch.dtype, capability: tuple[int
 def pick_bwd_config(rows: int, k: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
     """Configuration of the backward kernel. Pure.
 
-    One CTA of two warps per tile. Register tiles narrower than a 32-byte sector are joined to whole rows before the
-    store, because a partly written sector costs as much as a whole one. Not for at most 2^18 elements: these stay in
-    L2, and joining goes through shared memory, which adds latency. Record: reports/h200/tune/gmm_logprob.json.
+    One CTA of two warps per tile. Register tiles narrower than a 32-byte sector are joined to entire rows before the
+    store, because a partly written sector costs as much as a full one. At most 2^18 elements are not joined: they stay
+    in L2, and joining goes through shared memory, which adds latency. Record: reports/h200/tune/gmm_logprob.json.
     """
     width = hold_width(k, dtype.itemsize, _loads(dtype.itemsize))
     whole_row = triton.next_power_of_2(k)

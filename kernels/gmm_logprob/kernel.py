@@ -1,13 +1,13 @@
-"""Gaussian mixture log-density: the two kernels.
+"""The forward and the backward kernel of the Gaussian mixture log-density.
 
-Napkin maths, fp32, K = 10, R rows, one NVIDIA H200 that copies 4254 GB/s:
+Estimate, fp32, K = 10, R rows, one NVIDIA H200 that copies 4254 GB/s:
   forward   reads logits, mu, log_sigma, y             (3K + 1) · 4 = 124 bytes a row    8.4 M rows: 1.04 GB, 245 us
   backward  reads those again, writes their gradients  2 · 124 = 248 bytes a row         8.4 M rows: 2.08 GB, 490 us
-In 245 us an H200 can issue about 860 instructions of a thread for each row (132 SMs x 4 schedulers x 32 lanes at
-1.755 GHz). K = 10 in a tile of 16 columns, with idle lanes and shuffles between the lanes of a row, takes over 1000;
-one thread a row takes 281, two 428 (table in EXPERIMENTS.md).
+In 245 us an H200 can issue about 860 thread instructions per row (132 SMs x 4 schedulers x 32 lanes at 1.755 GHz).
+K = 10 in a tile of 16 columns, with idle lanes and shuffles between the lanes of a row, needs over 1000; one thread per
+row needs 281, two threads 428 (table in EXPERIMENTS.md).
 
-Only the inputs are saved for the backward: the two maxima and two sums of a row would cost 16 bytes to write and 16 to
+Only the inputs are saved for the backward. The two maxima and two sums of a row would cost 16 bytes to write and 16 to
 read, an eighth of the forward's traffic, and the backward computes them from values that it needs anyway.
 """
 
@@ -51,18 +51,18 @@ def _gmm_logprob_fwd_kernel(
 ):
     COUNT: tl.constexpr = (K + HOLD - 1) // HOLD
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    # With constant bounds 0 and 1 the compiler removes the loop.
+    # Without LOOP the bounds are the constants 0 and 1, so that the compiler removes the loop.
     start, stop, step = (tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)) if LOOP else (0, 1, 1)
     for tile in tl.range(start, stop, step):
-        # The offset of a tile has 64 bits, offsets within a tile 32.
+        # The offset of a tile is 64 bits wide, offsets within a tile 32.
         first = tl.cast(tile if LOOP else tl.program_id(0), tl.int64) * BLOCK_M
         lanes = tl.arange(0, BLOCK_M)
         valid = lanes < rows - first
         if LOOP:
             r, in_range = lanes, valid
         else:
-            # Lanes beyond the last row read the last row, without a mask. Registers of masked loads must be set to 0
-            # first, and ptxas then issues a third of the loads only after the others have completed.
+            # Lanes past the last row read the last row, without a mask. A masked load would have to zero its registers
+            # first, and ptxas would then issue a third of the loads only after the others have completed.
             r, in_range = tl.minimum(lanes, tl.minimum(rows - 1 - first, BLOCK_M - 1).to(tl.int32)), None
         y = tl.load(y_ptr + first * STRIDE_Y + r * STRIDE_Y, mask=in_range).to(tl.float32)[:, None]
         start_ptr = logits_ptr + SKIP_LOGITS + first * STRIDE_LOGITS

@@ -1,4 +1,4 @@
-"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
+"""The public function gmm_logprob: checks, the fast path of eager calls, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from .plans import REDUCTIONS, Backward, Forward, bwd_plan, fwd_plan, skipped
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
 _FORWARD, _BACKWARD = Plans(), Plans()
-_grad_enabled = torch.is_grad_enabled  # called in every call; bound once, because a dotted name costs a lookup
+_grad_enabled = torch.is_grad_enabled  # used in every call; bound once, because a dotted name costs a look-up
 
 
 def gmm_logprob(
     logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: torch.Tensor, reduction: str = "mean"
 ) -> torch.Tensor:
-    """Log-density of y under a mixture of K Gaussians with parameters of its own in every row.
+    """Computes the log-density of y under a mixture of K Gaussians, whose parameters differ from row to row.
 
         log p(y) = logsumexp_k( log_softmax(logits)_k − ½ z_k² − log_sigma_k − ½ log 2π ),   z_k = (y − mu_k) / sigma_k
 
-    (Bishop 1994, Mixture Density Networks, eq. 22 and 23, up to the sign and the parametrisation by logarithms.)
-    All arithmetic is fp32. Differentiable in all four inputs; the backward recomputes from them and nothing else is
-    kept. Valid for |log_sigma| up to 87, beyond which sigma or its inverse overflows in fp32. A component whose logit
-    is −inf is off; a row whose logits are all −inf is NaN, as in PyTorch.
+    sigma = exp(log_sigma). All arithmetic is fp32. Differentiable in all four inputs, the only saved tensors. Valid for
+    |log_sigma| up to 87, beyond which sigma or its inverse overflows in fp32. A component whose logit is −inf has
+    weight 0; a row whose logits are all −inf is NaN, as in PyTorch.
 
-    logits, mu, log_sigma  [..., K] with 1 <= K <= 128, of one shape. Rows are read in place when the leading dimensions
-                           flatten to one stride and the last stride is 1, so the chunks of one [..., 3K] are not
-                           copied; otherwise they are copied first.
+    logits, mu, log_sigma  [..., K] with 1 <= K <= 128, all of the same shape. Rows are read in place if the leading
+                           dimensions flatten to one stride and the last stride is 1, so the chunks of one [..., 3K] are
+                           not copied; otherwise they are copied first.
     y                      [...], the leading dimensions of logits, any strides
-    reduction              "none": [...], contiguous. "mean" and "sum" over all rows: a scalar, accumulated in fp32
-                           within a CTA and in fixed point between CTAs, in any order, so results are bit-wise
-                           repeatable. Without rows they are NaN and 0.
+    reduction              "none", "mean" or "sum". The mean and the sum over all rows are accumulated in fp32 within a
+                           CTA and in fixed point between CTAs, which is bit-wise repeatable in any order.
 
-    All inputs are fp32, all fp16 or all bf16, on one device; the result has their dtype, as in PyTorch.
+    All inputs are fp32, all fp16 or all bf16, on one device.
+
+    Returns [...], contiguous, for "none", otherwise a scalar, in the dtype of the inputs, as in PyTorch. Without rows
+    the mean is NaN and the sum 0.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, device or reduction, RuntimeError for CPU
     tensors outside Triton's interpreter.
+
+    Source: Bishop 1994, Mixture Density Networks, eq. 22 and 23, up to the sign and the parametrisation by logarithms.
     """
     if lean(logits, mu, log_sigma, y):
         plan = _fwd_plan(logits, mu, log_sigma, y, reduction)
@@ -72,13 +75,13 @@ def _check(logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: t
 
 
 def _signature(tensor):
-    """The signature and the number of elements to skip from the last 16-byte boundary, a constexpr of the kernel."""
+    """(signature, elements to skip from the last 16-byte boundary, which are a constexpr of the kernel)."""
     plain = signature(tensor)
     return plain if plain is None or plain[-1] else (plain, skipped(tensor))
 
 
 def _fwd_plan(logits, mu, log_sigma, y, reduction) -> Forward:
-    """The plan for these arguments, made and kept if it is missing. For plain tensors only (see `lean`)."""
+    """The cached plan for these arguments, built if missing. For plain tensors only (see `lean`)."""
     key = (_signature(logits), _signature(mu), _signature(log_sigma), signature(y), reduction)
     plan = _FORWARD.find(key)
     if plan is None:
@@ -97,8 +100,8 @@ def _bwd_plan(grad, logits, mu, log_sigma, y, reduction, needed) -> Backward:
 
 
 class _GMMLogProb(torch.autograd.Function):
-    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
-    differentiated."""
+    """The autograd function of eager calls. The backward goes through torch.library where it is traced, transformed or
+    itself differentiated."""
 
     @staticmethod
     def forward(ctx, logits, mu, log_sigma, y, plan, reduction):
@@ -112,12 +115,12 @@ class _GMMLogProb(torch.autograd.Function):
         return *_gradients(ctx, grad), None, None
 
 
-# torch.autograd.Function.apply handles functorch before it calls this; `lean` has ruled functorch out.
+# Skips torch.autograd.Function.apply, which only adds the functorch checks: `lean` has excluded functorch.
 _apply = super(torch.autograd.Function, _GMMLogProb).apply
 
 
 def _gradients(ctx, grad):
-    """Gradients of the four inputs, each None if it is not needed or the output has no gradient."""
+    """The gradients of the four inputs, None for each that is not needed, or if the output has no gradient."""
     if grad is None:
         return None, None, None, None
     needed, inputs = ctx.needs_input_grad[:4], ctx.saved_tensors
@@ -153,7 +156,7 @@ def _bwd_op(
     inputs = logits, mu, log_sigma, y
     make = _bwd_plan if lean(grad, *inputs) else bwd_plan
     grads = make(grad, *inputs, reduction, tuple(needed))(grad, *inputs)
-    # An op may not return None among tensors: a gradient that nobody needs is an empty tensor, without elements.
+    # An op may not return None among tensors: a gradient that is not needed is an empty tensor.
     return [logits.new_empty(0) if grad is None else grad for grad in grads]
 
 

@@ -1,4 +1,4 @@
-"""Launch plans of gmm_logprob: all of a call that does not depend on the tensors' contents and addresses."""
+"""Launch plans of gmm_logprob: everything about a call that does not depend on the tensors' contents and addresses."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MAX_STRIDE = 1 << 20  # a tile of at most 1024 rows stays within 32-bit offsets
 ALIGNMENT = 16  # bytes
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Backward = Callable[..., tuple[torch.Tensor | None, ...]]  # of the incoming gradient and the four inputs
+Backward = Callable[..., tuple[torch.Tensor | None, ...]]  # a function of the incoming gradient and the four inputs
 Conversion = Callable[[torch.Tensor], torch.Tensor] | None
 
 
 def fwd_plan(
     logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: torch.Tensor, reduction: str
 ) -> Forward:
-    """A function of (logits, mu, log_sigma, y), tensors with the signatures of these, that returns log p(y) of each
-    row, its sum or its mean, in their dtype. `op` has checked the inputs."""
+    """Returns a function of (logits, mu, log_sigma, y), for tensors with the signatures of these, that returns log p(y)
+    of each row, its sum or its mean, in their dtype. `op` must have checked the inputs."""
     rows, k, dtype, device = y.numel(), logits.shape[-1], y.dtype, y.device
     size, stride = _contiguous(y) if reduction == "none" else ((), ())
     if rows == 0:
@@ -86,9 +86,9 @@ def bwd_plan(
     reduction: str,
     needed: Sequence[bool],
 ) -> Backward:
-    """A function of (grad, logits, mu, log_sigma, y), tensors with the signatures of these, that returns contiguous
-    gradients of those of the four inputs that are `needed`, None for the others. `grad` is [...] for "none", otherwise
-    a scalar, with any strides."""
+    """Returns a function of (grad, logits, mu, log_sigma, y), for tensors with the signatures of these, that returns
+    contiguous gradients of those of the four inputs that are `needed`, None for the others. `grad`, the incoming
+    gradient, is [...] for "none", otherwise a scalar, with any strides."""
     rows, k, dtype = y.numel(), logits.shape[-1], y.dtype
     need_logits, need_mu, need_log_sigma, need_y = needed
     write = None
@@ -141,8 +141,8 @@ def bwd_plan(
 
 
 def skipped(tensor: torch.Tensor) -> int:
-    """Elements from the last 16-byte boundary before the tensor to its first element; 0 if that boundary is before its
-    storage, or not a whole number of elements away."""
+    """The number of elements from the last 16-byte boundary to the tensor's first element. 0 if that boundary is before
+    its storage, or not an integral number of elements away."""
     past = tensor.data_ptr() % ALIGNMENT
     if not past:
         return 0
@@ -151,12 +151,12 @@ def skipped(tensor: torch.Tensor) -> int:
 
 
 def _layout(*tensors: torch.Tensor) -> tuple[list[Conversion], dict[str, int]]:
-    """For logits, mu and log_sigma: the conversion that each needs before the launch (None: none), and the kernel's
-    constants STRIDE_* and SKIP_*.
+    """(conversions, constexprs) for logits, mu and log_sigma: the conversion that each needs before the launch (None if
+    none), and the kernel's STRIDE_* and SKIP_*.
 
-    The strides are constexprs, so that the compiler can prove the alignment of rows and load more than one element at a
-    time. For the same reason a view into a larger tensor (mu of a packed [rows, 3K]) is passed as an address rounded
-    down to 16 bytes, and the number of elements to skip from there is a constexpr too.
+    The strides are constexprs, so that the compiler can prove the alignment of rows and vectorise loads. For the same
+    reason a view into a larger tensor (mu of a packed [rows, 3K]) is passed as an address rounded down to 16 bytes, and
+    the number of elements to skip from there is also a constexpr.
     """
     conversions: list[Conversion] = []
     layout: dict[str, int] = {}
@@ -175,20 +175,20 @@ def _rounded_down(skip: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """[rows, K] with unit inner stride: a view where the strides allow it, otherwise a copy."""
+    """The tensor as [rows, K] with unit inner stride: a view where strides allow it, otherwise a copy."""
     tensor = tensor.reshape(-1, tensor.shape[-1])
     in_place = tensor.shape[1] == 1 or tensor.stride(1) == 1
     return tensor if in_place and tensor.stride(0) <= MAX_STRIDE else tensor.contiguous()
 
 
 def _vector(tensor: torch.Tensor) -> tuple[Conversion, int]:
-    """The conversion of a tensor to [rows] (None: none is needed) and the stride of the result."""
+    """(conversion of a tensor to [rows], stride of the result). The conversion is None if none is needed."""
     flat = _flat(tensor)
     return None if flat.data_ptr() == tensor.data_ptr() else _flat, flat.stride(0) if flat.shape[0] > 1 else 1
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """[rows]: a view where the strides allow it, otherwise a copy."""
+    """The tensor as [rows]: a view where strides allow it, otherwise a copy."""
     tensor = tensor.reshape(-1)
     return tensor.contiguous() if tensor.stride(0) > MAX_STRIDE else tensor
 
@@ -198,7 +198,7 @@ def _converted(tensors: Sequence[torch.Tensor], all_conversions: Sequence[Conver
 
 
 def _contiguous(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of a contiguous tensor of that shape."""
+    """(shape, strides) of a contiguous tensor of the same shape."""
     return tensor.shape, torch.empty(tensor.shape, device="meta").stride()
 
 
@@ -208,7 +208,7 @@ def _programs(rows: int, config: configs.Config, sms: int) -> int:
 
 
 def _device(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of SMs; in the interpreter those of a small sm_80."""
+    """(compute capability, number of SMs). In the interpreter, those of a small sm_80 GPU."""
     if not tensor.is_cuda:
         return (8, 0), 2
     properties = torch.cuda.get_device_properties(tensor.device)
@@ -216,7 +216,7 @@ def _device(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
 
 
 def _residual(dtype: torch.dtype) -> str:
-    """How `mixture` corrects 1/sigma."""
+    """The constexpr that selects how `mixture` corrects 1/sigma."""
     if dtype != torch.float32:
         return "none"
     return "fp64" if checks.INTERPRETED else "fma"

@@ -12,7 +12,8 @@ def gmm_logprob_reference(
 ) -> torch.Tensor:
     wide = torch.promote_types(logits.dtype, torch.float32)
     log_weight = torch.log_softmax(logits.to(wide), dim=-1)
-    # By exp(−log_sigma) and not over exp(log_sigma): autograd squares sigma in a quotient, and overflows at −30.
+    # Multiplied by exp(−log_sigma), not divided by exp(log_sigma): autograd of a quotient divides by sigma twice, which
+    # overflows at log_sigma = −30.
     z = (y.to(wide).unsqueeze(-1) - mu.to(wide)) * (-log_sigma.to(wide)).exp()
     log_normal = -0.5 * z.square() - log_sigma.to(wide) - 0.5 * math.log(2 * math.pi)
     log_p = torch.logsumexp(log_weight + log_normal, dim=-1)

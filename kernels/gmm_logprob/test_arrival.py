@@ -1,4 +1,4 @@
-"""The sum in the launch itself: any order of arrival, any size; which launches share words, graphs and streams."""
+"""The sum over a batch in one launch: orders of arrival, sizes, and the words of launches, graphs and streams."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _gmm_logprob_add_up_kernel(partials_ptr, order_ptr, words_ptr, out_ptr, scal
 
 
 def _add_up(partials: list[float], order: list[int], rows_per_program: int = 256) -> float:
-    """The sum as `arrive` makes it; the interpreter runs programs one after the other, so in that order."""
+    """The sum that `arrive` computes if programs arrive in this order, as the interpreter runs them sequentially."""
     words = torch.zeros(arrival.WORDS, dtype=torch.int64, device=DEVICE)
     out = torch.full((), -12345.0, device=DEVICE)
     values, places = torch.tensor(partials, device=DEVICE), torch.tensor(order, device=DEVICE)
@@ -51,7 +51,7 @@ def _shuffled(count: int, times: int = 4) -> list[list[int]]:
     return [generator.sample(range(count), count) for _ in range(times)]
 
 
-LIMIT = 512 * 256  # of a partial sum that fits, with 256 rows a program
+LIMIT = 512 * 256  # the largest partial sum that fits, with 256 rows per program
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ LIMIT = 512 * 256  # of a partial sum that fits, with 256 rows a program
     ids=["few", "negative", "at the limit", "cancelling", "over it", "some large", "any size", "pieces", "all large"],
 )
 def test_partial_sums_add_up_in_any_order(partials):
-    """Bit for bit the same, and as exact as fp32 shows: what is cut off is less than a unit a program."""
+    """The sums are equal bit for bit, and exact to fp32: truncation loses less than a unit per program."""
     partials = torch.tensor(partials).tolist()
     results = {_add_up(partials, order) for order in _shuffled(len(partials))}
     assert len(results) == 1
@@ -100,7 +100,7 @@ def test_partial_sums_that_are_not_finite(partials, expected):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_grid_at_the_limit_overflows_nothing(sign):
-    """The arithmetic of `arrive` in Python: every program brings all that it may, or as much and a flag."""
+    """The arithmetic of `arrive` in Python. Every program adds the largest value allowed, or that and a flag."""
     bits = arrival.SUM_BITS.value
     share, mask = int(arrival.MAX_PARTIAL.value), (1 << bits) - 1
     flags = [getattr(arrival, name).value % 2**64 for name in ("LARGE", "PLUS_INF", "MINUS_INF")]
@@ -125,7 +125,7 @@ def test_a_unit_is_a_power_of_two_and_no_larger_than_said(rows):
     assert scale * unit == 1
     assert math.frexp(unit)[0] == 0.5
     assert arrival.MAX_MEAN_LOG_P * rows <= arrival.MAX_PARTIAL.value * unit < 2 * arrival.MAX_MEAN_LOG_P * rows
-    # A partial sum too large for the low bits has no bits below the last piece's.
+    # A partial sum too large for the low bits has no bits below the unit of the last piece.
     assert arrival.MAX_PARTIAL.value * unit * 2.0**-23 >= arrival.OVERFLOW_UNITS.value[-1]
 
 
@@ -142,7 +142,8 @@ def test_the_sum_against_fp64(rows):
 
 @pytest.mark.parametrize("far", [[3], [3, 40, 41, 250], list(range(0, 300, 7)), list(range(300))], ids=len)
 def test_rows_far_from_their_mixture(far):
-    """y = 1e15: log p of such a row is about -1e30, and its partial sum is set aside. Twice, and then without."""
+    """y = 1e15: log p of such a row is about -1e30, and its partial sum goes to the overflow words. Twice, then
+    without."""
     tensors = inputs(300, 10)
     near = gmm_logprob(*tensors)
     away = [t.clone() for t in tensors]
@@ -164,13 +165,13 @@ def test_a_row_without_a_finite_density_decides_the_sum(value, expected):
     for reduction in ("sum", "mean"):
         for _ in range(2):
             torch.testing.assert_close(gmm_logprob(*away, reduction).item(), expected, equal_nan=True)
-    away[3][150] = 1e15  # and a large one beside it
+    away[3][150] = 1e15  # and a second such row
     torch.testing.assert_close(gmm_logprob(*away, "sum").item(), expected, equal_nan=True)
     assert torch.equal(gmm_logprob(*tensors, "sum"), near)
 
 
 def test_a_grid_is_no_larger_than_the_count_can_be(monkeypatch):
-    """The programs loop then."""
+    """If there are more tiles than programs that the count allows, the programs loop."""
     monkeypatch.setattr(plans, "MAX_PROGRAMS", 3)
     for rows in (97, 300):  # 4 and 10 tiles
         tensors = inputs(rows, 10)
@@ -179,7 +180,7 @@ def test_a_grid_is_no_larger_than_the_count_can_be(monkeypatch):
 
 
 def test_words_are_back_at_zero_whatever_the_sizes():
-    """Different numbers of programs one after the other, and a launch in between that does not reduce."""
+    """Launches with different numbers of programs in sequence, and one in between that does not reduce."""
     for rows in (200, 1, 64, 0, 200):
         tensors = inputs(rows, 3)
         truth = gmm_logprob_reference(*(t.double() for t in tensors), "sum")
@@ -187,7 +188,7 @@ def test_words_are_back_at_zero_whatever_the_sizes():
         gmm_logprob(*tensors, "none")
     words = arrival._devices[tensors[0].device]
     assert not words.array.any()
-    assert words.taken == len(words.by_stream)  # one set for the stream, however often it is used
+    assert words.taken == len(words.by_stream)  # one set of words per stream, however often it is used
 
 
 def test_words_belong_to_one_stream_or_to_one_captured_launch():
@@ -214,7 +215,7 @@ def test_exhausted_words_are_replaced_by_fresh_zeros(monkeypatch):
 
 
 def test_a_capture_allocates_no_words_that_eager_launches_would_use(monkeypatch):
-    """Where there are none yet: each captured launch gets zeros of its own, in the graph's memory."""
+    """If no words are allocated yet, each captured launch gets its own zeroed words, in the graph's memory."""
     monkeypatch.setattr(arrival, "_devices", {})
     device = torch.empty((), device=DEVICE).device
     captured = [arrival._taken(device, None) for _ in range(2)]
@@ -233,7 +234,7 @@ def test_fake_tensors_leave_no_trace(monkeypatch):
 
 
 def test_threads_share_a_stream():
-    """On one stream launches are in order, so the same words serve them; taking them must not race."""
+    """Launches of one stream are ordered, so they share the same words. Looking up the words must not race."""
     got = []
     out = torch.empty((), device=DEVICE)
     threads = [threading.Thread(target=lambda: got.append(arrival.words(out).data_ptr())) for _ in range(8)]
@@ -248,7 +249,7 @@ def test_threads_share_a_stream():
 @pytest.mark.gpu
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_sum_over_8_4_million_rows(reduction):
-    """Across a full grid, against fp64; repeats agree bit for bit though the programs arrive in another order."""
+    """A full grid, compared with fp64. Repeated calls agree bit for bit although the order of arrival differs."""
     needs_memory(8)
     tensors = inputs(8_400_000, 10)
     truth = sum(
@@ -265,7 +266,7 @@ def test_the_sum_over_8_4_million_rows(reduction):
 @pytest.mark.gpu
 @pytest.mark.parametrize("every", [1, 3, 10_007])
 def test_many_programs_set_their_sums_aside(every):
-    """Some of 801 programs, or all, eagerly and in a graph; the order in which they arrive is another one each time."""
+    """Some or all of 801 programs, eagerly and in a graph; their order of arrival differs from launch to launch."""
     tensors = inputs(205_000, 10)
     near = gmm_logprob(*tensors)
     away = [t.clone() for t in tensors]
@@ -288,8 +289,8 @@ def test_many_programs_set_their_sums_aside(every):
 
 @pytest.mark.gpu
 def test_graphs_replayed_on_other_streams_beside_eager_launches():
-    """Two captured launches and eager ones, all in flight at once: words shared between any two would be seen as a sum
-    that is missing, early or late."""
+    """Two captured launches and eager ones, all in flight at once. If any two shared words, a sum would be missing, or
+    be written too early or too late."""
     small, large = inputs(5_000, 10), inputs(205_000, 10)
     expected_small, expected_large = gmm_logprob(*small, "sum"), gmm_logprob(*large, "sum")
     torch.cuda.synchronize()
@@ -324,7 +325,8 @@ def test_graphs_replayed_on_other_streams_beside_eager_launches():
 
 @pytest.mark.gpu
 def test_a_captured_launch_is_one_node_and_a_training_step_is_captured():
-    """No memset beside the kernel: the words are zero already. Then forward and backward together on fresh data."""
+    """The graph has no memset node besides the kernel, as the words are 0 already. Then forward and backward are
+    captured together and replayed on new data."""
     tensors = inputs(20_000, 10, grad=True)
     gmm_logprob(*tensors).backward()
     side = torch.cuda.Stream()

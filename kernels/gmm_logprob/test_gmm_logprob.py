@@ -1,4 +1,4 @@
-"""What is special to gmm_logprob; `tests/test_specs.py` checks the rest from SPEC."""
+"""Tests specific to gmm_logprob; `tests/test_specs.py` checks the rest from SPEC."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _seed():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Every Triton launch as (kernel's name, arguments by name), in order."""
+    """Records every Triton launch as (name of the kernel, arguments by name), in order."""
     seen = []
     kind = type(kernel._gmm_logprob_fwd_kernel)
     run = kind.run
@@ -50,7 +50,8 @@ def with_grads(fn, tensors, reduction="none", grad=None, dtype=None):
 
 
 def assert_right(results, oracle, ulps=16.0, least=0.0):
-    """Within `ulps` of fp32 of the largest value of each; `least` is the smallest scale for d_logits, a difference."""
+    """Asserts errors of at most `ulps` fp32 ulps of each result's largest value. `least` is the smallest scale for
+    d_logits, which is a difference."""
     for name, result, truth in zip(("output", *NAMES), results, oracle, strict=True):
         error, scale = (result - truth).abs().max().item(), truth.abs().max().item()
         scale = max(scale, least) if name == "logits" else scale
@@ -58,7 +59,7 @@ def assert_right(results, oracle, ulps=16.0, least=0.0):
 
 
 def test_equals_torch_distributions():
-    """The oracle in fp64, and the kernel within fp32's rounding of it."""
+    """torch.distributions equals the oracle in fp64, and the kernel is within fp32 rounding of the oracle."""
     logits, mu, log_sigma, y = tensors = inputs(50, 10)
     mixture = torch.distributions.MixtureSameFamily(
         torch.distributions.Categorical(logits=logits.double()),
@@ -100,7 +101,7 @@ def test_extremes(log_sigma):
 
 
 def test_huge_logits_do_not_swallow_the_density():
-    """Only differences of logits count, and they are exact."""
+    """Only differences of logits matter, and these are exact."""
     tensors = inputs(20, 10)
     tensors[0] = tensors[0].round()
     shifted = [tensors[0] + 2.0**20, *tensors[1:]]
@@ -141,7 +142,7 @@ def test_density_zero_is_minus_infinity():
 
 
 def test_a_component_too_far_off_for_fp32_has_no_gradient():
-    """z² is inf, but its posterior is 0 and the others' is not: 0 · inf must not come up."""
+    """z² is inf, but the posterior of that component is 0 and that of the others is not: 0 · inf must not occur."""
     tensors = inputs(6, 10)
     tensors[1][2, 3] = 1e25
     results = with_grads(gmm_logprob, tensors)
@@ -186,7 +187,7 @@ def test_chunks_of_one_tensor_are_read_in_place(k, launches):
 
 def test_rows_that_do_not_flatten_and_strides_within_them_are_copied():
     tensors = inputs(24, 5)
-    odd = [t.view(4, 6, 5).transpose(0, 1) for t in tensors[:2]]  # leading strides that are not one stride
+    odd = [t.view(4, 6, 5).transpose(0, 1) for t in tensors[:2]]  # leading dimensions that do not flatten to one stride
     odd += [torch.stack([tensors[2], tensors[2]], -1)[..., 0].view(4, 6, 5).transpose(0, 1)]  # inner stride 2
     odd += [tensors[3].view(4, 6).t()]
     truth = with_grads(gmm_logprob_reference, [t.contiguous() for t in odd], dtype=torch.float64)
@@ -194,7 +195,7 @@ def test_rows_that_do_not_flatten_and_strides_within_them_are_copied():
 
 
 def test_expanded_parameters_and_gradients(launches):
-    """One mixture for all rows: a row stride of 0 is a stride like any other. So is that of the gradient of a sum."""
+    """One mixture for all rows: the kernels support a row stride of 0, also in the incoming gradient of a sum."""
     tensors = inputs(1, 10)
     shared = [t.requires_grad_() for t in tensors[:3]]
     y = torch.randn(50, device=DEVICE)
@@ -213,15 +214,15 @@ def test_one_launch_forward_and_one_backward(reduction, launches):
     tensors = inputs(300, 10, grad=True)
     out = gmm_logprob(*tensors, reduction)
     assert [name for name, _ in launches] == ["_gmm_logprob_fwd_kernel"]
-    assert launches[0][1]["grid"][0] > 2 or reduction == "none"  # so there was something to reduce between programs
+    assert launches[0][1]["grid"][0] > 2 or reduction == "none"  # several programs, so the sum spans programs
     out.backward(torch.ones_like(out))
     assert [name for name, _ in launches] == ["_gmm_logprob_fwd_kernel", "_gmm_logprob_bwd_kernel"]
 
 
 @pytest.mark.parametrize("rows", [97, 300])
 def test_the_unit_of_a_sum_is_for_the_rows_of_the_largest_program(rows, launches, monkeypatch):
-    """So that an average |log p| of 512 takes the one word that all programs add to anyway."""
-    monkeypatch.setattr(plans, "MAX_PROGRAMS", 3)  # of 4 tiles, and of 10
+    """Up to an average |log p| of 512, the sum needs only the first word, which all programs add to anyway."""
+    monkeypatch.setattr(plans, "MAX_PROGRAMS", 3)  # for 4 tiles, and for 10
     gmm_logprob(*inputs(rows, 10), "sum")
     ((_, arguments),) = launches
     assert arguments["grid"] == (3,)
@@ -341,7 +342,7 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch):
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_under_torch_compile(reduction):
-    """As the loss of a network whose one output holds all three parameters, in one graph."""
+    """As the loss of a network whose single output holds all three parameters, in one graph."""
     packed, y = torch.randn(20, 30, device=DEVICE), torch.randn(20, device=DEVICE)
 
     def loss(fn, packed, y):
@@ -368,7 +369,7 @@ def needs_memory(gigabytes: float) -> None:
 
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_elements():
-    """Rows before, at and behind element 2^31, where a 32-bit offset would wrap, forward and backward."""
+    """Rows before, at and after element 2^31, where a 32-bit offset would wrap, forward and backward."""
     k, rows = 10, (1 << 31) // 10 + 100_003
     needs_memory(6 * 2e-9 * rows * k + 8)
     tensors = [torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
@@ -386,7 +387,7 @@ def test_more_than_2_to_the_31_elements():
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [10, 32])
 def test_loads_are_as_wide_as_the_rows_allow(k):
-    """K = 10 in fp32: 8 bytes at a time, in the chunks of a packed tensor too; K = 32: 16."""
+    """K = 10 in fp32: loads of 8 bytes, in the chunks of a packed tensor too. K = 32: loads of 16 bytes."""
     for packed in (False, True):
         if packed:
             tensors = [*torch.randn(5_000, 3 * k, device="cuda").chunk(3, dim=-1), torch.randn(5_000, device="cuda")]
@@ -398,7 +399,7 @@ def test_loads_are_as_wide_as_the_rows_allow(k):
 
 
 def _compiled(tensors):
-    """The compiled forward kernel that these inputs launch."""
+    """The compiled forward kernel of these inputs."""
     found = []
     launcher = kernel._gmm_logprob_fwd_kernel
     original = triton.runtime.jit.JITFunction.run

@@ -1,4 +1,4 @@
-"""The lean eager call and torch.library give the same bits, and a plan serves no tensors but those it was made for."""
+"""The fast path of eager calls and torch.library agree bit for bit, and a plan is used only for matching tensors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ REDUCTIONS = plans.REDUCTIONS
 
 
 def packed(rows: int, k: int, start: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Three parameters in one tensor, which begins that many elements past a 16-byte boundary."""
+    """Three parameters in one tensor, which begins `start` elements past a 16-byte boundary."""
     room = torch.randn(rows * 3 * k + start, device=DEVICE).to(dtype)
     whole = room[start:].view(rows, 3 * k)
     return [*whole.chunk(3, dim=-1), torch.randn(rows, device=DEVICE).to(dtype)]
 
 
 def transposed(rows: int, k: int) -> list[torch.Tensor]:
-    """Leading dimensions that do not flatten."""
+    """Parameters whose leading dimensions do not flatten to one stride."""
     tensors = inputs(rows, k)
     shape = (2, rows // 2)
     return [*(t.view(*shape, k).transpose(0, 1) for t in tensors[:3]), tensors[3].view(shape).t()]
@@ -47,7 +47,7 @@ LAYOUTS = {
 
 @pytest.fixture
 def by_library(monkeypatch):
-    """Runs a call as where something traces it."""
+    """Makes calls take the path of traced calls, through torch.library."""
 
     def run(call):
         with monkeypatch.context() as patch:
@@ -81,7 +81,7 @@ def test_both_paths_give_equal_bits_and_strides(layout, reduction, by_library):
 
 
 def test_a_call_on_plain_tensors_goes_past_torch_library(monkeypatch):
-    """Whose ops would cost more host time than the launch."""
+    """An op of torch.library would cost more host time than the launch."""
     for name in ("_fwd_op", "_bwd_op"):
         monkeypatch.setattr(op, name, None)
     for reduction in REDUCTIONS:
@@ -93,7 +93,7 @@ def test_a_call_on_plain_tensors_goes_past_torch_library(monkeypatch):
 
 
 def test_every_call_is_right_whatever_came_before():
-    """Layouts in turn; those of a packed tensor have one shape."""
+    """Calls with one layout after another. Those of a packed tensor have the same shape."""
     for name in (*LAYOUTS, "dense", "packed"):
         tensors = LAYOUTS[name]()
         if not tensors[3].numel():
@@ -115,7 +115,7 @@ def test_each_distance_from_a_boundary_has_a_plan_of_its_own(k):
 
 
 def test_the_boundary_before_a_tensor_may_be_outside_of_its_storage():
-    """Then nothing is skipped, since nothing before a storage may be pointed at."""
+    """Then no element is skipped, since a pointer must not point before the storage."""
     tensor = torch.randn(16, device=DEVICE)
     assert [plans.skipped(tensor[i:]) for i in range(5)] == [0, 1, 2, 3, 0]
 
@@ -136,7 +136,7 @@ def test_the_number_of_plans_is_bounded(monkeypatch):
 
 
 def test_two_threads_at_once(monkeypatch):
-    """Each with shapes of its own and shapes of both. The interpreter itself runs one kernel at a time."""
+    """Each thread has shapes of its own and shapes shared by both. The interpreter runs one kernel at a time."""
     if DEVICE == "cpu":
         lock, original = threading.Lock(), Launch.__call__
 
@@ -146,7 +146,7 @@ def test_two_threads_at_once(monkeypatch):
 
         monkeypatch.setattr(Launch, "__call__", alone)
     for kept in (op._FORWARD, op._BACKWARD):
-        monkeypatch.setattr(kept, "size", 3)  # so that they drop each other's
+        monkeypatch.setattr(kept, "size", 3)  # so that each thread evicts plans of the other
     wrong: list[object] = []
 
     def work(first: int) -> None:
@@ -168,7 +168,7 @@ def test_two_threads_at_once(monkeypatch):
 
 
 class _Drop(torch.autograd.Function):
-    """Gives its input no gradient."""
+    """An autograd function that returns no gradient for its input."""
 
     @staticmethod
     def forward(ctx, x):
@@ -196,7 +196,7 @@ def test_a_gradient_has_no_gradient():
 
 
 def test_many_gradients_at_once_are_refused_and_not_wrong():
-    """The backward op returns a list of tensors, for which PyTorch has no fallback."""
+    """The backward op returns a list of tensors, for which vmap has no fallback."""
     tensors = inputs(5, 3, grad=True)
     out = gmm_logprob(*tensors, "none")
     with pytest.raises(RuntimeError, match="Batching rule not implemented"):
@@ -212,7 +212,7 @@ def test_vmap_sees_an_operator_and_forward_mode_is_refused():
 
 @pytest.mark.gpu
 def test_each_stream_has_words_of_its_own_in_a_lean_call():
-    """Also where the first call of a plan was on another stream, and beside a capture on a stream used before."""
+    """Also if the first call of a plan was on another stream, and during a capture on a stream used before."""
     tensors = inputs(20_000, 10)
     expected = gmm_logprob(*tensors)
     streams = [torch.cuda.Stream() for _ in range(3)]

@@ -1,14 +1,14 @@
-"""Loads K columns of rows into register tiles and stores them: JIT functions that `kernel` is built from.
+"""Loads K columns of rows into register tiles and stores them: JIT functions for the kernels in `kernel`.
 
 A row of K = 10 floats is 40 bytes: not a power of two, and not aligned to 16 bytes. Three widths in columns, all powers
-of two, say how a row is loaded, held and stored; the arithmetic is written once for all of them:
+of two, determine how a row is loaded, held and stored; the same arithmetic serves all of them:
 
   LOAD   columns of one load            K = 10: 5 loads of 2 columns, or one of 16 with 6 masked
   HOLD   columns of one register tile   the arithmetic runs on a tuple of ceil(K / HOLD) tiles [BLOCK_M, HOLD]
-  STORE  columns of one store           narrow tiles are joined first, so that a warp writes whole 32-byte sectors
+  STORE  columns of one store           narrow tiles are joined first, so that a warp writes full 32-byte sectors
 
 With HOLD = 2 and K = 10 each row belongs to one thread: reductions over K need no shuffles. With HOLD = 4 two threads
-share a row. Where LOAD or STORE differs from HOLD the compiler moves the elements through shared memory.
+share a row. If LOAD or STORE differs from HOLD, the compiler moves the elements through shared memory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def load_columns(
     HOLD: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """ceil(K / HOLD) tiles [BLOCK_M, HOLD] in fp32; columns beyond K hold FILL, rows out of range hold any value.
-    in_range is None where all rows are in range."""
+    """Loads ceil(K / HOLD) tiles [BLOCK_M, HOLD] in fp32. Columns from K on hold FILL, rows out of range any value.
+    in_range is None if all rows are in range."""
     tiles = ()
     cols = tl.arange(0, LOAD)[None, :]
     for start in tl.static_range(0, K, LOAD):
@@ -72,7 +72,7 @@ def store_columns(
 
 @triton.jit
 def _split_columns(tile, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, HOLD: tl.constexpr, USED: tl.constexpr):
-    """[BLOCK_M, WIDTH] split into tiles of HOLD columns, without those beyond USED columns."""
+    """Splits [BLOCK_M, WIDTH] into tiles of HOLD columns and omits the tiles from column USED on."""
     if WIDTH == HOLD:
         tiles = (tile,)
     else:
@@ -88,7 +88,7 @@ def _split_columns(tile, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, HOLD: tl.co
 def _join_columns(
     tiles, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, HOLD: tl.constexpr
 ):
-    """Tiles FIRST, FIRST + 1 … concatenated along columns as [BLOCK_M, WIDTH]; zeros beyond the last tile."""
+    """Concatenates tiles FIRST, FIRST + 1 … along columns to [BLOCK_M, WIDTH], with zeros after the last tile."""
     if FIRST >= COUNT:
         tile = tl.zeros([BLOCK_M, WIDTH], dtype=tl.float32)
     elif WIDTH == HOLD:

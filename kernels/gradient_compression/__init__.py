@@ -1,4 +1,4 @@
-"""All-reduce of gradients in 8 or 4 bits an element, as a function and as a communication hook of DDP and FSDP2."""
+"""All-reduce of gradients in 8 or 4 bits per element, as a function and as a communication hook of DDP and FSDP2."""
 
 from .op import (
     CompressedReduceScatter,

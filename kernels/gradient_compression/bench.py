@@ -1,7 +1,7 @@
 """The declaration of gradient_compression: cases, cost, peers. `python -m harness bench --kernel gradient_compression`.
 
-Cases of one GPU are the kernels alone, nothing being sent. Those of several are beside NCCL and torch's own hooks, also
-with P2P disabled, which stands for a slow link.
+Cases on one GPU time only the kernels; nothing is sent. Cases on several GPUs are compared with NCCL and torch's own
+hooks, also with P2P disabled, which stands for a slow link.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .reference import exchange_reference, gradient_compression_reference
 from .topk import top_k
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-LARGEST_STEP = {"int8": 1 / 127, "int4": 1 / 7, "fp8": 1 / 14}  # of a block whose largest element is 1
+LARGEST_STEP = {"int8": 1 / 127, "int4": 1 / 7, "fp8": 1 / 14}  # in a block whose largest element is 1
 RATIO, RANK = 0.01, 4
 MIB = 1 << 20
 
 
 def _case(numel: int, dtype: torch.dtype, kind: str, bench: bool = False, world: int = 1, **params: Any) -> Case:
-    """`feedback`: the dtype of a residual. `slow`: with P2P disabled."""
+    """One case. `feedback`: the dtype of a residual. `slow`: with P2P disabled."""
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     size = f"{numel * dtype.itemsize // MIB}MiB" if bench else str(numel)
     words = [size, short, kind, *(["sum"] if params.get("average") is False else [])]
@@ -58,7 +58,7 @@ def _sized(mib: int, dtype: torch.dtype, kind: str, world: int = 1, **params: An
 
 
 def _of_many(world: int) -> tuple[Case, ...]:
-    """Fewer cases of more than two GPUs than of two: each kind over all sizes, a residual, and a slow link."""
+    """The cases on more than two GPUs, fewer than on two: each kind over all sizes, a residual, and a slow link."""
     return (
         *(_sized(mib, BF16, kind, world) for kind in ("int8", "int4", "fp8") for mib in (1, 16, 64, 256, 1024)),
         _sized(64, BF16, "int8", world, feedback="bf16"),
@@ -67,14 +67,14 @@ def _of_many(world: int) -> tuple[Case, ...]:
 
 
 CASES = (
-    # The kernels, of one GPU.
+    # The kernels, on one GPU.
     _sized(16, BF16, "int8"),
     _sized(256, BF16, "int8"),
     _sized(256, BF16, "int4"),
     _sized(256, BF16, "fp8"),
     _sized(256, BF16, "int8", feedback="bf16"),
     _sized(256, FP32, "int8", feedback="bf16"),
-    # What goes wrong: nothing, one element, one off a block, primes, every dtype of a residual.
+    # Boundary cases: no element, one element, one off a block, primes, every dtype of a residual.
     *(_case(1021, FP32, kind) for kind in ("int8", "int4", "fp8")),
     _case(0, FP32, "int8"),
     _case(1, FP32, "int8"),
@@ -96,7 +96,7 @@ CASES = (
     *(_sized(mib, FP32, "int8", 2, slow=True) for mib in (1, 16, 64, 256, 1024)),
     *_of_many(4),
     *_of_many(8),
-    # Two processes of a CPU.
+    # Two processes on one CPU.
     _case(3000, FP32, "int8", world=2),
     _case(3000, FP32, "int4", world=2, feedback="bf16"),
 )
@@ -113,24 +113,24 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 
 def make_shard(case: Case, rank: int, device: torch.device | str, generator: torch.Generator) -> Inputs:
-    """Data parallel: each rank has a gradient of its own."""
+    """The inputs of a rank. As in data parallel training, each rank has its own gradient."""
     return make_inputs(case, device, generator)
 
 
 def cost(case: Case, mode: str) -> Cost:
-    """Of one GPU: the tensor and the residual read and written once; over the link its codes and scales, twice."""
+    """Per GPU: the tensor and the residual are read and written once; codes and scales cross the link twice."""
     numel, world = case.dims["numel"], case.world_size
     residual = {None: 0, "bf16": 2, "fp32": 4}[case.params.get("feedback")]
     chunks = Chunks.whole_blocks(numel, world, case.params["kind"])
-    # A product, a rounding and a comparison to quantise, a product and a sum to reduce, a product in the end; again
-    # quantised and dequantised on one of the ranks.
+    # FLOPs: multiply, round and compare to quantise; multiply and add to reduce; multiply to dequantise. One of the
+    # ranks quantises and dequantises the sum again.
     flops = numel * (3 + 2 + 1 + 4 / world)
     link = 2 * (world - 1) * chunks.bytes
     return Cost(flops=flops, bytes=2 * numel * (case.dtype.itemsize + residual), link_bytes=link)
 
 
 def _with(transport: str) -> Callable[..., Any]:
-    """The public function; returns what it updates."""
+    """The public function, wrapped to return the tensors that it updates."""
 
     def run(tensor: torch.Tensor, residual: torch.Tensor | None = None, **options: Any) -> Any:
         gradient_compression(tensor, residual, transport=transport, **options)
@@ -143,12 +143,12 @@ _MEMORY: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def _local(tensor: torch.Tensor, residual: torch.Tensor | None = None, *, kind: str, average: bool) -> Any:
-    """The kernels of one rank of the world, which writes into its own memory what it would into its peers'."""
+    """Runs the kernels of one rank. It writes to its own memory the data that it would write to its peers'."""
     rank, world = dist.get_rank(), dist.get_world_size()
     chunks = Chunks.whole_blocks(tensor.numel(), world, kind)
     if (chunks, tensor.device) not in _MEMORY:
         memory = torch.zeros(2 * world * chunks.bytes, dtype=torch.uint8, device=tensor.device)
-        # Each chunk in a place of its own: a kernel adds this rank's place to the address.
+        # Each chunk has a separate slot; a kernel adds the offset of this rank's slot to the address.
         places = [memory.data_ptr() + (c - rank) * chunks.bytes for c in range(2 * world)]
         _MEMORY[chunks, tensor.device] = memory, torch.tensor(places, device=tensor.device).view(2, world)
     memory, tables = _MEMORY[chunks, tensor.device]
@@ -177,8 +177,8 @@ def _release() -> None:
 
 
 def check_shard(fn: Callable[..., Any], case: Case, mode: str, device: torch.device) -> str | None:
-    """On 5000 elements: near the mean of all ranks, for quantised exchanges and others alike; one result on all ranks.
-    What has a residual is held against the oracle to the bit, since none but ours has one."""
+    """Checks on 5000 elements that the result is close to the mean of all ranks, quantised or not, and the same on all
+    ranks. Results with a residual must equal the oracle bit for bit, since only ours has one."""
     small = dataclasses.replace(case, dims={"numel": 5000})
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     inputs = make_shard(small, dist.get_rank(), device, generator)
@@ -191,7 +191,7 @@ def check_shard(fn: Callable[..., Any], case: Case, mode: str, device: torch.dev
     largest = max(float(t.abs().max()) for t in wide)
     result = fn(**inputs)
     got = result[0] if isinstance(result, tuple) else result
-    # Half a step of each of the two quantisations, or the rounding of bf16.
+    # Half a quantisation step for each of the two quantisations, or the rounding of bf16.
     allowed = largest * (1.01 * LARGEST_STEP[inputs["kind"]] + 2**-7)
     if (error := float((got.double() - mean).abs().max())) > allowed:
         return f"differs from the mean of the ranks by {error:.3g}, allowed {allowed:.3g}"
@@ -209,14 +209,14 @@ def _everyone(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Bucket:
-    """As much of a bucket of DDP as torch's hooks ask for: one gradient, a nearly square matrix."""
+    """The part of DDP's GradBucket that torch's hooks use. It has one gradient, a nearly square matrix."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
     @staticmethod
     def shape_of(numel: int) -> tuple[int, int]:
-        columns = max(1, min(1 << numel.bit_length() // 2, numel & -numel))  # the second: what divides numel
+        columns = max(1, min(1 << numel.bit_length() // 2, numel & -numel))  # a power of two that divides numel
         return numel // columns, columns
 
     def index(self) -> int:
@@ -235,7 +235,7 @@ class Bucket:
         return [self._tensor.view(self.shape_of(self._tensor.numel()))]
 
 
-Hook = Callable[[Any], torch.futures.Future]  # of torch, for whose bucket a Bucket stands
+Hook = Callable[[Any], torch.futures.Future]  # a communication hook of torch, here called with a Bucket
 
 
 def _world() -> Any:
@@ -243,13 +243,13 @@ def _world() -> Any:
 
 
 def _all_reduce(dtype: torch.dtype | None) -> Callable[[], Callable[..., Any]]:
-    """NCCL's all-reduce in another dtype, or in the tensor's own: of the mean, without a pass of its own for it."""
+    """NCCL's all-reduce in another dtype, or in the tensor's own. NCCL computes the mean, without a separate pass."""
 
     def run(tensor: torch.Tensor, **_: Any) -> torch.Tensor:
         sent = tensor if dtype is None else tensor.to(dtype)
         if sent.is_cuda:
             dist.all_reduce(sent, dist.ReduceOp.AVG)
-        else:  # gloo has no mean
+        else:  # gloo does not support AVG
             dist.all_reduce(sent.div_(dist.get_world_size()))
         return tensor if sent is tensor else tensor.copy_(sent)
 
@@ -257,14 +257,14 @@ def _all_reduce(dtype: torch.dtype | None) -> Callable[[], Callable[..., Any]]:
 
 
 def _plain(case: Case) -> tuple[str, int] | None:
-    """An all-reduce, whose ring sends and receives all elements but 1 / world of them, twice."""
+    """Traffic of a ring all-reduce: it sends and receives (world − 1) / world of the elements, twice."""
     if case.params.get("feedback"):
         return None
     return "all-reduce", 2 * case.dims["numel"] * case.dtype.itemsize * (case.world_size - 1) // case.world_size
 
 
 def _hook(make: Callable[[], Hook]) -> Callable[[], Callable[..., Any]]:
-    """One of torch's hooks, on a bucket that is one matrix."""
+    """Wraps one of torch's hooks, called with a bucket of one matrix."""
 
     def load() -> Callable[..., Any]:
         hook = make()
@@ -331,7 +331,7 @@ def _power_sgd_cost(case: Case, mode: str) -> Cost:
 
 
 def _several(dtypes: tuple[torch.dtype, ...]) -> Callable[[Case, str], str | None]:
-    """What runs in cases of several GPUs, of these dtypes, without a residual."""
+    """The reason why a peer cannot run a case: it needs several GPUs, one of these dtypes, and no residual."""
 
     def supports(case: Case, mode: str) -> str | None:
         if case.world_size == 1:
@@ -344,7 +344,7 @@ def _several(dtypes: tuple[torch.dtype, ...]) -> Callable[[Case, str], str | Non
 
 
 def _on_nccl(case: Case, mode: str) -> str | None:
-    """quantization_pertensor_hook takes the futures of NCCL alone."""
+    """The reason why a case cannot run: quantization_pertensor_hook supports only the futures of NCCL."""
     return _several((FP32,))(case, mode) or (None if case.bench else "takes NCCL alone")
 
 

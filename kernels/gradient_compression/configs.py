@@ -9,19 +9,20 @@ BLOCK = 256  # elements that share a scale: 4 bytes of 256, 512 or 1024
 
 @dataclass(frozen=True)
 class Config:
-    """Each CTA has `rows` blocks of BLOCK elements."""
+    """Each CTA processes `rows` blocks of BLOCK elements."""
 
     rows: int
     num_warps: int
 
 
 def pick_config(blocks: int, capability: tuple[int, int]) -> Config:
-    """Configuration of all three kernels, of `blocks` blocks in a chunk. Pure.
+    """Configuration of all three kernels, for chunks of `blocks` blocks. Pure.
 
-    A warp has whole blocks, so that the maximum of one never crosses warps: 8 elements a lane. Sixteen blocks a CTA of
-    4 warps are 32 elements a thread: four 16-byte loads of bf16 in flight, 16 bytes of 4-bit codes to store. Small
-    chunks take smaller CTAs, to fill more SMs. Of 256 MiB in 4 bits on two H200 sixteen take 266 us; with codes that
-    stay with their lane, and so stores of 4 bytes over NVLink, eight take 302 and sixteen 384 (EXPERIMENTS.md).
+    A warp processes entire blocks, so that the maximum of a block needs one warp only: 8 elements per lane. Sixteen
+    blocks per CTA of 4 warps are 32 elements per thread: four 16-byte loads of bf16 in flight, 16 bytes of 4-bit codes
+    to store. Small chunks use smaller CTAs, to fill more SMs. For 256 MiB in 4 bits on two H200, sixteen blocks take
+    266 us. If codes stay in their lane, so that stores over NVLink have 4 bytes, eight blocks take 302 us and sixteen
+    384 (EXPERIMENTS.md).
     """
     if blocks < 8 * 132:
         return Config(4, 4)

@@ -1,4 +1,4 @@
-"""A compressed all-reduce or reduce-scatter of a flat tensor: which chunks, which transport, and the plans kept."""
+"""A compressed all-reduce or reduce-scatter of a flat tensor: its chunks, its transport, and the cache of plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STAGES = Plans()
 
 
 def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group, by default the world; None where there is one process."""
+    """The group, by default the world. None if there is only one process."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     return dist.group.WORLD if group is None else group
@@ -30,7 +30,7 @@ def all_reduce(
     average: bool,
     transport: str = "auto",
 ) -> None:
-    """Compressed all-reduce of x in place, on the current stream. x and residual are flat and contiguous; checked."""
+    """Compressed all-reduce of x in place, on the current stream. x and residual are checked, flat and contiguous."""
     if x.numel() == 0:
         return
     if group is not None and group.size() == 1:
@@ -59,7 +59,8 @@ def reduce_scatter(
     kind: str,
     average: bool,
 ) -> None:
-    """This rank's one of N equal chunks of x, reduced into `out`: quantised once, on the current stream."""
+    """Compressed reduce-scatter: reduces this rank's chunk, one of N equal chunks of x, into `out`, on the current
+    stream. The elements are quantised once."""
     if x.numel() == 0:
         return
     rank, world = group.rank(), group.size()
@@ -73,7 +74,7 @@ def reduce_scatter(
 
 
 def _stages(make: Callable[[], Stages], options: tuple[Hashable, ...], x: torch.Tensor, *others: torch.Tensor | None):
-    """The plan for these, kept if they are plain tensors."""
+    """The plan for these tensors and options, cached if the tensors are plain."""
     if not lean(x, *others):
         return make()
     key = (*options, signature(x), *map(signature, others))

@@ -1,15 +1,16 @@
-"""Device functions: blocks of fp32 numbers to their codes and back, and loads and stores that round to 16 bits.
+"""Device functions that convert blocks of fp32 values to codes and back, and loads and stores that round to 16 bits.
 
 kind    codes                                          largest   NaN
-int8    two's complement, four a word of 32 bits       127       -128
-int4    two's complement, eight a word of 32 bits      7         -8
+int8    two's complement, four per 32-bit word         127       -128
+int4    two's complement, eight per 32-bit word        7         -8
 fp8     e4m3, bytes                                    448       0x7F
 
-The kernels are bound by their instructions where memory and link are fast, so these are few: integers are rounded,
-unpacked and made floating-point numbers by the significand of fp32, without a conversion, and packed in words.
+The kernels are bound by instruction issue if memory and link are fast. So few instructions are used: integers are
+rounded, unpacked and converted to floating point in the significand of fp32, without conversion instructions, and
+packed in words.
 
-NATIVE takes the conversion instructions of sm_89 and later; without it the same e4m3 bits come out of integer
-arithmetic. bf16 tensors are given as int16 in Triton's interpreter, whose own conversion truncates.
+NATIVE uses the conversion instructions of sm_89 and later; without it integer arithmetic computes the same e4m3 bits.
+In Triton's interpreter, whose own conversion truncates, bf16 tensors are passed as int16.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ def _signed(bits: int) -> int:
     return (bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1)
 
 
-# By the bits of a code: half its range less the bits of _ROUND, in each place of a word; and half the range alone.
+# By the number of bits of a code: half its range less the bits of _ROUND, added up over the positions in a word; and
+# half its range alone.
 _OFFSET = {bits: sum(((1 << bits - 1) - 0x4B400000) << place for place in range(0, 32, bits)) for bits in (4, 8)}
 _OFFSET_4, _OFFSET_8 = tl.constexpr(_signed(_OFFSET[4])), tl.constexpr(_signed(_OFFSET[8]))
 _SIGNS_4, _SIGNS_8 = tl.constexpr(_signed(0x88888888)), tl.constexpr(_signed(0x80808080))
 
-# One instruction, for which ptxas itself takes two where both operands are constants.
+# One instruction; ptxas itself uses two if both operands are constants.
 _AND_OR = tl.constexpr("lop3.b32 $0, $1, $2, 0x4B000000, 0xEA;")
-# What rcp.rn.f32 is for a scale, which is a normal number under 2^126, without its branch for all others.
+# rcp.rn.f32 without its branch: a scale is a normal number below 2^126, which does not need the branch.
 _RECIPROCAL = tl.constexpr("""{
     .reg .f32 near, error;
     rcp.approx.ftz.f32 near, $1;
@@ -51,7 +53,7 @@ _TO_E4M3 = tl.constexpr("""{
 
 @triton.jit
 def load_float(ptr, mask):
-    """In fp32; 0 where masked."""
+    """Loads values as fp32, with 0 where masked."""
     if ptr.dtype.element_ty == tl.int16:
         bits = tl.load(ptr, mask=mask, other=0).to(tl.int32) << 16
         return bits.to(tl.float32, bitcast=True)
@@ -60,7 +62,7 @@ def load_float(ptr, mask):
 
 @triton.jit
 def store_float(ptr, x, mask):
-    """Rounded to nearest, ties to even."""
+    """Stores x, rounded to nearest, ties to even."""
     if ptr.dtype.element_ty == tl.int16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -71,8 +73,8 @@ def store_float(ptr, x, mask):
 
 @triton.jit
 def quantize(x, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    """Blocks x [rows, BLOCK] in fp32: their codes [rows, width], their scales [rows], and what these stand for."""
-    x = tl.fma(x, 0.0, x)  # NaN in place of an infinity, which no code stands for
+    """Quantises blocks x [rows, BLOCK] in fp32. Returns (codes [rows, width], scales [rows], dequantised values)."""
+    x = tl.fma(x, 0.0, x)  # infinities become NaN, as no code represents them
     scale = _scale_of(x, KIND)
     y = x * _reciprocal(scale, NATIVE)[:, None]
     if KIND == "fp8":
@@ -87,7 +89,7 @@ def quantize(x, KIND: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def decode(code, scale, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    """What codes and scales of `quantize` stand for, [rows, BLOCK]."""
+    """Dequantises the codes and scales of `quantize` to [rows, BLOCK]."""
     if KIND == "fp8":
         y = _from_e4m3(code, NATIVE)
     else:
@@ -97,10 +99,10 @@ def decode(code, scale, KIND: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def _scale_of(x, KIND: tl.constexpr):
-    """The scale of each row of x [rows, BLOCK], from its elements that are no NaN: never 0, inf or NaN."""
-    amax = tl.max(tl.abs(x), axis=1)  # which a NaN has no part in; NaN where there is nothing else
-    # A product, because PyTorch on a GPU too divides by a constant in this way. The smallest normal number has an
-    # inverse, and no GPU flushes it to zero.
+    """The scale of each row of x [rows, BLOCK], from its elements that are not NaN. It is never 0, inf or NaN."""
+    amax = tl.max(tl.abs(x), axis=1)  # ignores NaN, but is NaN if all elements are
+    # A multiplication by the inverse, because PyTorch on a GPU divides by a constant in the same way. The smallest
+    # normal number has a finite inverse, and no GPU flushes it to zero.
     inverse: tl.constexpr = 1 / 448 if KIND == "fp8" else 1 / 7 if KIND == "int4" else 1 / 127
     return tl.where(amax > 0, tl.maximum(amax * inverse, 1.1754943508222875e-38), 1.0)
 
@@ -115,21 +117,21 @@ def _reciprocal(scale, NATIVE: tl.constexpr):
 
 @triton.jit
 def _pairs(word, SHIFT: tl.constexpr):
-    """Words of neighbouring elements of [rows, n] in one: [rows, n / 2]."""
+    """Combines the words of adjacent elements of [rows, n] into one word: [rows, n / 2]."""
     low, high = tl.split(tl.reshape(word, [word.shape[0], word.shape[1] // 2, 2]))
     return low + (high << SHIFT)
 
 
 @triton.jit
 def _packed(rounded, BITS: tl.constexpr, NATIVE: tl.constexpr):
-    """The words of numbers + _ROUND."""
+    """Packs values to which _ROUND was added into words."""
     lowest: tl.constexpr = 12582912.0 - (1 << BITS - 1)
-    if NATIVE:  # of a NaN and a number a GPU's maximum is the number, not so the interpreter's
+    if NATIVE:  # a GPU's maximum of NaN and a number is the number; that of the interpreter is not
         rounded = tl.maximum(rounded, lowest)
     else:
         rounded = tl.where(rounded == rounded, rounded, lowest)
     word = rounded.to(tl.int32, bitcast=True)
-    # Whole words are added, of which a code is but the low bits: what the others come to is known, modulo 2^32.
+    # Entire words are added, although a code is only their low bits: the sum of the other bits is known, modulo 2^32.
     if BITS == 4:
         word = (_pairs(_pairs(_pairs(word, 4), 8), 16) + _OFFSET_4) ^ _SIGNS_4
     else:
@@ -139,8 +141,8 @@ def _packed(rounded, BITS: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def _number(word, PLACE: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr):
-    """The code at bit PLACE of words, there plus half its range; exact."""
-    # In the significand of 2^23, and brought down by a product that rounds nothing.
+    """The code at bit PLACE of words as fp32, exactly. In the word, half its range is added to the code."""
+    # The code is placed in the significand of 2^23, then scaled down by a multiplication that is exact.
     MASK: tl.constexpr = ((1 << BITS) - 1) << PLACE
     if NATIVE:
         bits = tl.inline_asm_elementwise(_AND_OR, "=r,r,r", [word, MASK], dtype=tl.int32, is_pure=True, pack=1)
@@ -151,7 +153,7 @@ def _number(word, PLACE: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr)
 
 @triton.jit
 def _far(low, high, PLACE: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr):
-    """The codes at one place of both halves of words, [.., 2]."""
+    """The codes at the same place of both 16-bit halves of words, [.., 2]."""
     return tl.join(_number(low, PLACE, BITS, NATIVE), _number(high, PLACE, BITS, NATIVE))
 
 
@@ -160,7 +162,7 @@ def _unpacked(word, BITS: tl.constexpr, NATIVE: tl.constexpr):
     """The inverse of `_packed`, without _ROUND."""
     low = word ^ (_SIGNS_4 if BITS == 4 else _SIGNS_8)
     high = low >> 16  # the significand has 23 bits
-    # The pair that is joined first is that of the first dimension, so it is the farthest apart.
+    # The pair that is joined first becomes the first dimension, so its codes are the farthest apart.
     if BITS == 4:
         first = tl.join(_far(low, high, 0, 4, NATIVE), _far(low, high, 8, 4, NATIVE))
         second = tl.join(_far(low, high, 4, 4, NATIVE), _far(low, high, 12, 4, NATIVE))
@@ -175,14 +177,15 @@ def _unpacked(word, BITS: tl.constexpr, NATIVE: tl.constexpr):
 def _e4m3(y, NATIVE: tl.constexpr):
     """The bits of |y| <= 448, rounded to nearest, ties to even; NaN is 0x7F."""
     if NATIVE:
-        # Four at a time: ptxas 12.8 may take apart and reorder what y.to(float8) converts in pairs.
+        # Four elements at once: ptxas 12.8 may split and reorder the pairs that y.to(float8) converts.
         return tl.inline_asm_elementwise(_TO_E4M3, "=r,r,r,r,r", [y], dtype=tl.uint8, is_pure=True, pack=4)
     sign = (y.to(tl.uint32, bitcast=True) >> 24) & 0x80
     a = tl.minimum(tl.abs(y), 448.0)
     bits = a.to(tl.uint32, bitcast=True)
-    # Just under half a step, and the last bit kept: ties go to even. Then the difference of the exponents' biases.
+    # Add just under half a step plus the last bit that is kept, so that ties go to even. Then subtract the difference
+    # of the exponents' biases.
     normal = ((bits + ((bits >> 20) & 1) + 0x7FFFF) >> 20) - (120 << 3)
-    # Below 2^-6 fp32 itself rounds to e4m3's step of 2^-9, at a magnitude where that is its own.
+    # Below 2^-6 the addition rounds to e4m3's step of 2^-9: it moves the value to where 2^-9 is the ulp of fp32.
     tiny = (a + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
     code = tl.where(a < 0.015625, tiny, normal) | sign
     return tl.where(y == y, code, 0x7F).to(tl.uint8)
@@ -190,10 +193,10 @@ def _e4m3(y, NATIVE: tl.constexpr):
 
 @triton.jit
 def _from_e4m3(code, NATIVE: tl.constexpr):
-    """fp32 of e4m3 bits; exact."""
+    """The fp32 values of e4m3 bits, exactly."""
     if NATIVE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     wide = code.to(tl.uint16)
-    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)  # as fp16, whose bias is 8 more
+    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)  # as fp16, whose exponent bias is 8 larger
     value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)

@@ -1,4 +1,4 @@
-"""FSDP2's reduce-scatter, compressed: torch asks a module for its own by `FSDPModule.set_custom_reduce_scatter`."""
+"""A compressed reduce-scatter for FSDP2, set by `FSDPModule.set_custom_reduce_scatter`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .transport import full_reduce_scatter
 
 
 class CompressedReduceScatter:
-    """A reduce-scatter that sends 8 or 4 bits an element, for one module of FSDP2.
+    """A reduce-scatter that sends 8 or 4 bits per element, for one module of FSDP2.
 
         module.set_custom_reduce_scatter(CompressedReduceScatter("int8"))
 
-    Each rank quantises what it has for every other one, in blocks of 256 as `gradient_compression` does, but once and
-    not twice, and sums what it receives in fp32 in the order of the ranks. FSDP lays the shards of all parameters of a
-    module one behind the other, so none is exempt for itself: modules of fewer than `min_numel` elements are reduced
-    without compression.
+    Each rank quantises the chunk for every other rank, in blocks of 256 as `gradient_compression` does, but only once.
+    It sums the chunks that it receives in fp32 in the order of the ranks. FSDP concatenates the shards of a module's
+    parameters, so no single parameter is exempt: modules of fewer than `min_numel` elements are reduced without
+    compression.
 
-    error_feedback keeps a residual of the whole gradient of the module, not of its shard: 2 bytes a parameter and rank,
-    which is why it is off unless asked for. `residual` may be saved and set.
+    error_feedback keeps a residual of the module's entire gradient, not of its shard: 2 bytes per parameter and rank.
+    It is therefore off by default. `residual` may be saved and set.
 
     Raises ValueError for an unknown kind, and for a reduction that is neither a sum nor a mean.
     """
@@ -36,7 +36,7 @@ class CompressedReduceScatter:
         self.residual: torch.Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for input or output, as FSDP asks for it."""
+        """Allocates memory for the input or output. FSDP calls this."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -47,7 +47,7 @@ class CompressedReduceScatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """On the current stream, which is FSDP's for this; nothing is left to wait for."""
+        """Runs the reduce-scatter on the current stream, which is FSDP's stream for it. Returns no work handle."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"CompressedReduceScatter: op must be SUM or AVG, got {op}")
         average = op == dist.ReduceOp.AVG
@@ -65,9 +65,11 @@ class CompressedReduceScatter:
 def compress_fsdp(
     model: torch.nn.Module, kind: str = "int8", *, error_feedback: bool = False, min_numel: int = 2048
 ) -> dict[str, CompressedReduceScatter]:
-    """Gives every FSDP module of `model` a CompressedReduceScatter of its own; returns them by the modules' names.
+    """Sets a separate CompressedReduceScatter on every FSDP module of `model`. Arguments are those of that class.
 
-    Raises ValueError where `fully_shard` has been applied to none.
+    Returns a dict of them by the modules' names.
+
+    Raises ValueError if `fully_shard` has been applied to no module, and as CompressedReduceScatter.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -75,7 +77,7 @@ def compress_fsdp(
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             made[name] = CompressedReduceScatter(kind, error_feedback=error_feedback, min_numel=min_numel)
-            # Its base class there is private; what is asked of it are the two methods.
+            # The base class in torch is private; only its two methods are required.
             module.set_custom_reduce_scatter(cast(Any, made[name]))
     if not made:
         raise ValueError("compress_fsdp: model must have a module that fully_shard has been applied to, got none")

@@ -1,6 +1,6 @@
-"""compress_hook: how DDP averages a bucket of gradients, compressed."""
+"""compress_hook, the communication hook of DDP: averages a bucket of gradients with compression."""
 
-# Annotations are evaluated here, and not strings: DDP looks at those of a hook.
+# No `from __future__ import annotations`: DDP inspects a hook's annotations, which must not be strings.
 
 import torch
 from torch.distributed import GradBucket, ProcessGroup
@@ -13,10 +13,12 @@ from .transport import mean_in_place
 
 
 def compress_hook(state: CompressState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """For `DistributedDataParallel.register_comm_hook(state, compress_hook)`: averages a bucket as `state` says.
+    """Averages a bucket over the ranks according to the options in `state`. To be registered with
+    `DistributedDataParallel.register_comm_hook(state, compress_hook)`.
 
-    On a GPU everything runs on a stream of the state's own, behind what has computed the gradients and beside the rest
-    of the backward; DDP waits for it through the future. On a CPU it is done when this returns.
+    On a GPU everything runs on a stream that belongs to the state, after the gradients have been computed and
+    overlapped with the rest of the backward. Returns a future, on which DDP waits. On a CPU the work is complete when
+    this returns.
     """
     buffer = bucket.buffer()
     if not buffer.is_cuda:
@@ -30,12 +32,12 @@ def compress_hook(state: CompressState, bucket: GradBucket) -> torch.futures.Fut
     with torch.cuda.stream(stream), torch.no_grad():
         _reduce(state, bucket)
         future = torch.futures.Future(devices=[buffer.device])
-        future.set_result(buffer)  # notes the current stream, for which those that wait then wait
+        future.set_result(buffer)  # records the current stream; a wait on the future waits for it
     return future
 
 
 def _reduce(state: CompressState, bucket: GradBucket) -> None:
-    """The bucket's buffer becomes its mean over the ranks."""
+    """Replaces the bucket's buffer by its mean over the ranks."""
     group = group_of(state.group)
     buffer, gradients = bucket.buffer(), bucket.gradients()
     numbers = [state.numbers.of(parameter) for parameter in bucket.parameters()]
@@ -43,7 +45,8 @@ def _reduce(state: CompressState, bucket: GradBucket) -> None:
     if state.step < state.warmup_steps or len(exempt) == len(gradients):
         _mean([buffer], group)
     else:
-        # In place of the bucket's other elements, which so stay where they are: exempt ones are zero meanwhile.
+        # The buffer is compressed as a whole, so that the other elements keep their positions: exempt gradients are set
+        # to zero meanwhile.
         averaged = [g.clone() for g in exempt]
         _mean(averaged, group)
         for gradient in exempt:
@@ -62,7 +65,7 @@ def _exempt(state: CompressState, gradient: torch.Tensor) -> bool:
 
 
 def _mean(tensors: list[torch.Tensor], group: ProcessGroup | None) -> None:
-    """In fp32 and in place, in one all-reduce."""
+    """Averages tensors over the ranks in place, in fp32, with one all-reduce."""
     if not tensors:
         return
     flat = torch.cat([t.reshape(-1).float() for t in tensors])
@@ -100,7 +103,8 @@ def _power_sgd(
     residual: torch.Tensor | None,
     group: ProcessGroup | None,
 ) -> None:
-    """`chosen` has gradients and where they begin in the bucket, by the parameters' numbers."""
+    """Averages the gradients in `chosen` with PowerSGD. `chosen` maps a parameter's number to (gradient, offset in the
+    bucket)."""
     matrices, kept = {}, {}
     for number, (gradient, begin) in chosen.items():
         matrix = gradient.float().reshape(as_matrix(gradient.shape))

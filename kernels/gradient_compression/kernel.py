@@ -1,19 +1,20 @@
-"""The three kernels of a compressed all-reduce: quantise, reduce, dequantise. A chunk for each of N ranks.
+"""The three kernels of a compressed all-reduce: quantise, reduce, dequantise. Each of N ranks owns one chunk.
 
-Napkin maths, n bf16 elements, two H200: memory 4250 GB/s, NVLink about 400 GB/s a direction, b bytes an element
-quantised (1.016 for int8 and fp8, 0.516 for int4, scales among them). A residual in bf16 adds 4n to the first.
+Estimate, n bf16 elements, two H200: memory 4250 GB/s, NVLink about 400 GB/s per direction, b bytes per quantised
+element (1.016 for int8 and fp8, 0.516 for int4, with scales). A residual in bf16 adds 4n to the first kernel.
 
-                memory                                   link, of N = 2
+                memory                                   link, for N = 2
     quantise    reads 2n, writes b·n                     b·n/2
     reduce      reads b·n, writes b·n/2 + n              b·n/2
     dequantise  reads b·n/2, writes n                    0
 
-Where the ranks write into each other's memory, that is 0.085 ms of link for 64 MiB (n = 33.5 M) in int8 and 0.043 ms in
-int4, in which the memory's traffic of the first two kernels hides, and 0.012 ms for the third. An all-reduce in bf16
-has 2n bytes of link, 0.17 ms.
+If the ranks write into each other's memory, 64 MiB (n = 33.5 M) need 0.085 ms of link in int8 and 0.043 ms in int4,
+which overlap the memory traffic of the first two kernels, and 0.012 ms for the third. An all-reduce in bf16 sends 2n
+bytes over the link, 0.17 ms.
 
-Instructions are as near a limit: 132 SMs issue about 29 10^12 a second, counted by thread. Of int4 in bf16 quantise has
-14 an element, reduce 31 and dequantise 10 of those that they have: 16, 18 and 6 us of 64 MiB, less than the link takes.
+Instruction issue is as close a limit: 132 SMs issue about 29 10^12 thread instructions per second. For int4 in bf16,
+quantise executes 14 per element that it processes, reduce 31 and dequantise 10: 16, 18 and 6 us for 64 MiB, less than
+the link takes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .formats import decode, load_float, quantize, store_float
 
 @triton.jit
 def _part(base_ptr, table_ptr, part, part_bytes, offset):
-    """Where a part begins: by the table of the ranks' addresses or, without one, in a row behind base_ptr."""
+    """The pointer to a part, from the table of the ranks' addresses or, without one, consecutively from base_ptr."""
     if table_ptr is not None:
         address = tl.load(table_ptr + part).to(tl.pointer_type(tl.uint8))
         return tl.multiple_of(address + offset, 16)
@@ -35,13 +36,13 @@ def _part(base_ptr, table_ptr, part, part_bytes, offset):
 
 @triton.jit
 def _codes_ptr(part_ptr, KIND: tl.constexpr):
-    """Where a chunk's codes begin: words, but bytes of fp8."""
+    """The pointer to a chunk's codes: 32-bit words, or bytes for fp8."""
     return part_ptr if KIND == "fp8" else part_ptr.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
 def _get(part_ptr, block, blocks, scales_at, KIND: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """Blocks of a quantised chunk in fp32, [rows, BLOCK]."""
+    """Loads and dequantises blocks of a quantised chunk to fp32, [rows, BLOCK]."""
     WIDTH: tl.constexpr = BLOCK if KIND == "fp8" else BLOCK // 8 if KIND == "int4" else BLOCK // 4
     inside = block < blocks
     at = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -78,9 +79,9 @@ def _gradient_compression_quantize_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """x + residual into chunks, a chunk for each rank: to that rank's memory, in this one's place there, or in a row.
-    What is lost becomes the residual."""
-    # CTAs that run at the same time have chunks for all ranks: each link and the memory are busy throughout.
+    """Quantises x + residual into one chunk per rank. Each chunk is written to that rank's memory, in the slot of this
+    rank, or all are written consecutively. The quantisation error becomes the residual."""
+    # CTAs that run at the same time write chunks for all ranks, so that all links and the memory are always busy.
     chunk = (tl.program_id(0) + rank + 1) % WORLD
     block = (tl.program_id(0) // WORLD).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     within = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -94,7 +95,7 @@ def _gradient_compression_quantize_kernel(
     _put(_part(out_ptr, table_ptr, chunk, part_bytes, place), code, scale, block, blocks, scales_at, KIND)
     if residual_ptr is not None:
         lost = x - kept
-        # A gradient that is not finite reaches every rank once. Kept, it would come back in each later step.
+        # A gradient that is not finite reaches every rank once. In the residual it would return in each later step.
         store_float(residual_ptr + begin + within, tl.where(lost == lost, lost, 0.0), mask)
 
 
@@ -119,12 +120,12 @@ def _gradient_compression_reduce_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The ranks' versions of this rank's chunk, of `own` elements from `begin` on, summed in fp32 in the order of the
-    ranks. Stored as numbers, or quantised once more: for all ranks, or in each other rank's memory and, dequantised, in
-    x. What that loses goes into the residual, as the sum's."""
+    """Sums all ranks' versions of this rank's chunk, of `own` elements from `begin` on, in fp32 in the order of the
+    ranks. The result is stored as floating point or quantised again: once for all ranks, or to each other rank's memory
+    and, dequantised, to x. The error of that quantisation of the sum is added to the residual."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for part in tl.range(0, WORLD, loop_unroll_factor=2):  # so that the loads of two parts are under way together
+    for part in tl.range(0, WORLD, loop_unroll_factor=2):  # so that the loads of two parts are in flight together
         part_ptr = _part(source_ptr, None, part, part_bytes, 0)
         total += _get(part_ptr, block, blocks, scales_at, KIND, NATIVE, BLOCK)
     if AVERAGE:
@@ -169,7 +170,7 @@ def _gradient_compression_dequantize_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The reduced chunks into x: all of them or, with OTHERS, those of the other ranks."""
+    """Dequantises the reduced chunks into x: all of them or, with OTHERS, those of the other ranks."""
     chunks: tl.constexpr = WORLD - 1 if OTHERS else WORLD
     chunk = tl.program_id(0) % chunks
     if OTHERS:

@@ -1,4 +1,4 @@
-"""The public function: checks, the lean eager call, registration with torch.library. Hooks are in `hook` and `fsdp`."""
+"""The public function: checks, fast path of eager calls, registration with torch.library. Hooks: `hook` and `fsdp`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def gradient_compression(
     average: bool = True,
     transport: str = "auto",
 ) -> torch.Tensor:
-    """All-reduce in place that sends 8 or 4 bits an element: two shots of quantised chunks, summed in fp32.
+    """Computes an all-reduce in place that sends 8 or 4 bits per element: a two-shot algorithm on quantised chunks,
+    which are summed in fp32.
 
         x        = tensor + residual
         q        = quantise(x)                           residual ← x − dequantise(q)
@@ -38,32 +39,34 @@ def gradient_compression(
         p_r      = quantise(mean_r)                      residual_r ← residual_r + N · (mean_r − dequantise(p_r))
         tensor   = dequantise(p_0), dequantise(p_1), …
 
-    256 elements in a row of the flattened tensor share a scale, max |x| over them / largest, in fp32: largest is 127
-    for int8, 7 for int4, 448 for fp8 (e4m3). Chunks are whole blocks of 256. All ranks end with the same bits, and
-    repeats agree bit for bit. The residual carries what both quantisations lose into the next call (error feedback:
-    Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847; of the second quantisation too, as in DoubleSqueeze,
-    Tang et al. 2019, arXiv:1905.05957, but kept by the owner of the chunk within the one residual). So over many calls
-    the sum of what comes out is that of what went in, but for one call's loss.
+    A block of 256 consecutive elements of the flattened tensor shares a scale, max |x| of the block / largest, in fp32:
+    largest is 127 for int8, 7 for int4, 448 for fp8 (e4m3). Chunks are an integral number of blocks. All ranks get the
+    same bits, and repeated calls agree bit for bit. The residual carries the errors of both quantisations into the next
+    call (error feedback; the owner of a chunk keeps the error of the second one within its residual). So over many
+    calls the sum of the outputs equals that of the inputs, except for one call's error.
 
-    An element that is NaN or infinite on any rank comes out as NaN on all of them; it has no part in its block's scale,
-    and none in the residual, which stays finite. Nothing is differentiable.
+    An element that is NaN or infinite on any rank becomes NaN on all ranks. It does not affect the scale of its block
+    or the residual, which stays finite. Not differentiable.
 
-    tensor     fp32, fp16 or bf16, any shape, of the same number of elements on each rank; updated in place. Copied and
-               copied back where it is not contiguous, and so is the residual.
-    residual   None or a tensor of tensor's shape, of any of these dtypes (bf16 is enough), zeros at first; updated
-    group      the process group, by default the world. Without one, or with one rank, what is computed is the same for
+    tensor     fp32, fp16 or bf16, any shape, with the same number of elements on each rank; updated in place. Copied
+               and copied back if it is not contiguous, as is the residual.
+    residual   None or a tensor of tensor's shape, of any of these dtypes (bf16 is enough), initially zeros; updated
+    group      the process group, by default the world. Without a group, or with one rank, the formula is computed for
                N = 1: quantised and dequantised twice, nothing sent.
     kind       "int8", "fp8" or "int4"
-    average    the sum over the ranks divided by their number; else the sum
+    average    True: the sum over the ranks divided by their number; False: the sum
     transport  "collectives": all_to_all and all_gather of the group's backend, any number of hosts. "peers": GPUs of
-               one host write into each other's memory (torch's symmetric memory); all ranks make their calls of one
-               size and stream in the same order. "auto": peers where that can be, unless NCCL_P2P_DISABLE is set.
+               one host write into each other's memory (torch's symmetric memory); all ranks must make their calls of
+               the same size and stream in the same order. "auto": "peers" if possible, unless NCCL_P2P_DISABLE is set.
 
-    Returns tensor. With several ranks the first call of a size may synchronise with the others on the host (symmetric
-    memory): make it before a CUDA graph is captured.
+    Returns tensor. With several ranks the first call of a size may synchronise with the other ranks on the host
+    (symmetric memory): make it before a CUDA graph is captured.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device, kind or transport, RuntimeError for a CPU
     tensor outside Triton's interpreter.
+
+    Error feedback: Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847. That of the second quantisation is as
+    in DoubleSqueeze, Tang et al. 2019, arXiv:1905.05957.
     """
     if not lean(tensor, residual):
         _check(tensor, residual, kind, transport)
@@ -102,7 +105,7 @@ def _check(tensor: torch.Tensor, residual: torch.Tensor | None, compression: str
 
 
 def _run(tensor, residual, group, compression, average, transport) -> None:
-    """Checked tensors of any strides."""
+    """Runs the all-reduce on checked tensors of any strides."""
     flat = tensor.detach().contiguous()
     kept = None if residual is None else residual.detach().contiguous()
     all_reduce(flat.view(-1), None if kept is None else kept.view(-1), group, compression, average, transport)

@@ -1,4 +1,4 @@
-"""Launch plans: what of an exchange does not change with the tensors' contents and addresses."""
+"""Launch plans: everything about an exchange that does not depend on the tensors' contents and addresses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .launch import Launch
 
 
 def readable(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """As the kernels read it: bf16 as its bits in Triton's interpreter, which rounds to bf16 wrongly."""
+    """The tensor as the kernels read it. In Triton's interpreter, which rounds to bf16 wrongly, bf16 is viewed as its
+    bits."""
     if INTERPRETED and tensor is not None and tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16)
     return tensor
@@ -27,15 +28,15 @@ def readable(tensor: torch.Tensor | None) -> torch.Tensor | None:
 class Stages:
     """The three launches of rank `rank` over flat tensors of `chunks.numel` elements on `device`.
 
-    peers    the ranks write into each other's memory, by tables of addresses; else parts lie one behind the other, as
-             collectives take and deliver them
-    scatter  the reduced chunk is stored as numbers and not quantised again
+    peers    the ranks write into each other's memory, through tables of addresses; otherwise parts are consecutive, as
+             collectives require and deliver them
+    scatter  the reduced chunk is stored as floating point and not quantised again
     """
 
     def __init__(
         self, chunks: Chunks, rank: int, device: torch.device, average: bool, peers: bool = False, scatter: bool = False
     ) -> None:
-        # The interpreter stands for an sm_80.
+        # The interpreter is treated as an sm_80 GPU.
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
         config = configs.pick_config(chunks.blocks, capability)
         options = {
@@ -45,7 +46,7 @@ class Stages:
             "BLOCK": BLOCK,
             "ROWS": config.rows,
             "num_warps": config.num_warps,
-            # Each result is rounded as PyTorch rounds it, so that all GPUs and the reference agree to the bit.
+            # Each result is rounded as in PyTorch, so that all GPUs and the reference agree bit for bit.
             "enable_fp_fusion": False,
         }
         ctas = triton.cdiv(chunks.blocks, config.rows)
@@ -79,8 +80,8 @@ class Stages:
     def quantize(
         self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, table: torch.Tensor | None = None
     ) -> None:
-        """x + residual, a chunk for each rank, one behind the other into `out` or, where `table` has each rank's
-        address, there in this rank's place. The residual becomes what that loses."""
+        """Quantises x + residual into one chunk per rank: consecutively into `out` or, if `table` has each rank's
+        address, to that address in this rank's slot. The residual becomes the quantisation error."""
         self._quantize(readable(x), readable(residual), out, table)
 
     def reduce(
@@ -91,10 +92,10 @@ class Stages:
         table: torch.Tensor | None = None,
         x: torch.Tensor | None = None,
     ) -> None:
-        """This rank's chunk of every rank in `source` into `out` or, where `table` has each rank's address, there in
-        this rank's place and into its own place in x."""
+        """Reduces all ranks' versions of this rank's chunk, in `source`, into `out` or, if `table` has each rank's
+        address, to that address in this rank's slot, and into this rank's chunk of x."""
         self._reduce(source, readable(residual), readable(out), table, readable(x))
 
     def dequantize(self, source: torch.Tensor, x: torch.Tensor) -> None:
-        """The reduced chunks in `source` into x; with peers, those of the other ranks."""
+        """Dequantises the reduced chunks in `source` into x; with peers, only those of the other ranks."""
         self._dequantize(source, readable(x))

@@ -1,9 +1,9 @@
-"""PowerSGD: matrices as products of two thin ones (Vogels et al. 2019, arXiv:1905.13727, algorithm 1).
+"""PowerSGD: low-rank approximations of matrices (Vogels et al. 2019, arXiv:1905.13727, algorithm 1).
 
     P ← mean of M Q;  P ← orthonormal columns of P;  Q ← mean of Mᵀ P;  M̂ = P Qᵀ
 
-for M [n, m] and Q [m, r], which is kept from step to step. The link has 8·r·(n + m) bytes of a matrix where an
-all-reduce in bf16 has 4·n·m·(N−1)/N. Matrices of one shape are one batched product.
+for M [n, m] and Q [m, r], which is kept from step to step. It sends 8·r·(n + m) bytes per matrix over the link, where
+an all-reduce in bf16 sends 4·n·m·(N−1)/N. Matrices of the same shape are multiplied in one batched GEMM.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch.distributed as dist
 
 from .transport import mean_in_place
 
-SEED = 20190531  # of the first Q, on every rank
+SEED = 20190531  # of the initial Q, the same on every rank
 
 
 def worth_it(shape: torch.Size, rank: int) -> bool:
-    """Whether the factors of a gradient of that shape are smaller than itself."""
+    """Whether the factors of a gradient of that shape are smaller than the gradient itself."""
     rows, columns = as_matrix(shape)
     return (rows + columns) * min(rank, rows, columns) < rows * columns
 
 
 def as_matrix(shape: torch.Size) -> tuple[int, int]:
-    """The first dimension by all others."""
+    """The shape as a matrix: the first dimension by the product of all others."""
     return shape[0], shape[1:].numel()
 
 
@@ -33,10 +33,11 @@ def power_sgd(
     group: dist.ProcessGroup | None,
     rank: int,
 ) -> dict[int, torch.Tensor]:
-    """Approximate means over the ranks of fp32 matrices, by number. `factors` has the Q of each, and is updated.
+    """Approximate means over the ranks of fp32 matrices, by parameter number. `factors` has the Q of each and is
+    updated.
 
-    One all-reduce for all P and one for all Q. A matrix that is not finite on some rank comes out as NaN in full, and
-    its Q stays what it was.
+    One all-reduce for all P and one for all Q. All elements of a matrix that is not finite on some rank become NaN, and
+    its Q is not changed.
     """
     shapes: dict[tuple[int, ...], list[int]] = {}
     for number, matrix in matrices.items():
@@ -60,12 +61,12 @@ def power_sgd(
 
 
 def orthonormal(p: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of the columns of p [batch, n, r], r small: Cholesky QR, three times over, in fp64.
+    """An orthonormal basis of the columns of p [batch, n, r], r small: Cholesky QR, iterated three times, in fp64.
 
-    PᵀP = L Lᵀ, P ← P L⁻ᵀ. Where PᵀP is not positive definite to fp64, because columns depend on each other, a multiple
-    of the identity is added first (Fukaya et al. 2020, arXiv:1809.11085); columns without a direction of their own then
-    come out short or zero, never long. The choice is made on the device, so nothing synchronises. NaN and inf make all
-    of a matrix NaN.
+    PᵀP = L Lᵀ, P ← P L⁻ᵀ. If PᵀP is not positive definite in fp64, because columns are linearly dependent, a multiple
+    of the identity is added first (Fukaya et al. 2020, arXiv:1809.11085). Columns that depend on others then have a
+    norm below 1 or of 0, never above 1. The choice is made on the device, without synchronisation. NaN and inf make all
+    elements of a matrix NaN.
     """
     wide = p.double()
     unit = torch.eye(p.shape[2], dtype=wide.dtype, device=wide.device)
@@ -80,7 +81,7 @@ def orthonormal(p: torch.Tensor) -> torch.Tensor:
 
 
 def _first_factor(matrix: torch.Tensor, rank: int, number: int) -> torch.Tensor:
-    """Random, the same on all ranks, without touching PyTorch's own generators."""
+    """A random initial Q, the same on all ranks. PyTorch's default generators are not used."""
     rows, columns = matrix.shape
     generator = torch.Generator().manual_seed(SEED + number)
     return torch.randn(columns, min(rank, rows, columns), generator=generator).to(matrix.device)
@@ -89,7 +90,7 @@ def _first_factor(matrix: torch.Tensor, rank: int, number: int) -> torch.Tensor:
 def _means(
     tensors: dict[tuple[int, ...], torch.Tensor], group: dist.ProcessGroup | None
 ) -> dict[tuple[int, ...], torch.Tensor]:
-    """The means over the ranks, in one all-reduce."""
+    """The means of the tensors over the ranks, with one all-reduce."""
     flat = torch.cat([t.reshape(-1) for t in tensors.values()])
     mean_in_place(flat, group)
     pieces = flat.split([t.numel() for t in tensors.values()])

@@ -23,7 +23,7 @@ def gradient_compression_reference(
     average: bool = True,
     transport: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The new tensor and, where there is a residual, the new residual. Gathers every rank's tensors uncompressed."""
+    """The new tensor and, if there is a residual, the new residual. Gathers every rank's tensors uncompressed."""
     if residual is not None and residual.shape != tensor.shape:
         raise ValueError("residual must have the shape of tensor")
     initialized = dist.is_available() and dist.is_initialized()
@@ -39,7 +39,7 @@ def gradient_compression_reference(
 def exchange_reference(
     tensors: list[torch.Tensor], residuals: Sequence[torch.Tensor | None], kind: str, average: bool
 ) -> tuple[torch.Tensor, list[Any]]:
-    """What all ranks end with and the ranks' new residuals, of all ranks' tensors."""
+    """(result of all ranks, new residual of each rank), computed from all ranks' tensors."""
     world, numel, shape = len(tensors), tensors[0].numel(), tensors[0].shape
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     total, kept = torch.zeros(numel, dtype=dtype, device=tensors[0].device), []
@@ -66,7 +66,7 @@ def roundtrip(x: torch.Tensor, kind: str) -> torch.Tensor:
     """Flat x quantised in blocks and dequantised, in x's dtype."""
     blocks = -(-x.numel() // BLOCK)
     padded = F.pad(x, (0, blocks * BLOCK - x.numel())).reshape(blocks, BLOCK)
-    padded = padded + 0 * padded  # NaN in place of ±inf
+    padded = padded + 0 * padded  # ±inf becomes NaN
     amax = torch.where(padded.isnan(), 0, padded.abs()).amax(1, keepdim=True)
     scale = torch.where(amax > 0, (amax * (1 / LARGEST[kind])).clamp(min=2.0**-126), 1.0)
     y = padded * (1 / scale)

@@ -1,9 +1,9 @@
-"""What error feedback keeps between steps: a flat residual for each bucket of DDP, which belongs to its parameters.
+"""The state of error feedback between steps: one flat residual per DDP bucket, whose parts belong to its parameters.
 
-DDP arranges its buckets anew behind the first step, in the order in which gradients became ready. A residual that
-belonged to a bucket would then be added to other parameters' gradients, so each parameter's part moves with it.
-Parameters are numbered as they are first seen, in the buckets that DDP makes from the model alone: a state that is
-loaded into a new process, or a copy of the model, finds the same numbers.
+DDP rebuilds its buckets after the first step, in the order in which gradients became ready. A residual that belonged to
+a bucket would then be added to other parameters' gradients, so each parameter's part moves with the parameter.
+Parameters are numbered in the order in which they are first seen, in the initial buckets, which DDP derives from the
+model alone. So a state that is loaded into a new process, or a copy of the model, finds the same numbers.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 
 import torch
 
-Place = tuple[int, int, int]  # a parameter's number, where it begins in its bucket, its elements
+Place = tuple[int, int, int]  # a parameter's number, its offset in the bucket, its number of elements
 
 
 class Numbers:
-    """Parameters by the order in which they were first seen."""
+    """Numbers parameters in the order in which they are first seen."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, torch.Tensor]] = {}
 
     def of(self, parameter: torch.Tensor) -> int:
-        # The tensor is kept with its number, so that its identity is no other tensor's later.
+        # The tensor is kept alive with its number, so that no later tensor has the same id.
         return self._known.setdefault(id(parameter), (len(self._known), parameter))[0]
 
 
@@ -35,7 +35,7 @@ class Residuals:
         self._parts: dict[int, torch.Tensor] = {}
 
     def of(self, bucket: int, places: Sequence[Place], buffer: torch.Tensor) -> torch.Tensor:
-        """The flat residual of a bucket with these parameters, of the shape of its buffer."""
+        """The flat residual of a bucket with these parameters, in the shape of its buffer."""
         layout = tuple(places)
         known = self._buckets.get(bucket)
         if known is not None and known[0] == layout and known[1].device == buffer.device:
@@ -50,11 +50,11 @@ class Residuals:
         return flat
 
     def state_dict(self) -> dict[int, torch.Tensor]:
-        """Copies by the parameter's number."""
+        """Copies of the residuals by parameter number."""
         return {number: part.clone() for number, part in self._parts.items()}
 
     def load_state_dict(self, parts: dict[int, torch.Tensor]) -> None:
-        """Raises ValueError where a residual has another number of elements than one that is here."""
+        """Loads residuals. Raises ValueError if one has another number of elements than the present one."""
         for number, part in parts.items():
             here = self._parts.get(number)
             if here is None:

@@ -1,4 +1,4 @@
-"""CompressState: what a communication hook of DDP is given, and what it keeps between steps."""
+"""CompressState: the options of the communication hook of DDP, and its state between steps."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ OF_BITS = {8: "int8", 4: "int4"}
 
 
 class CompressState:
-    """Options and memory of `compress_hook`, one for each DDP model and rank.
+    """Options and state of `compress_hook`, one per DDP model and rank.
 
         ddp.register_comm_hook(CompressState(group, bits=8), compress_hook)
 
     group           the process group of the DDP model, by default the world
-    bits            8 or 4: int8 or int4, where `kind` does not say otherwise
-    kind            "int8", "fp8" or "int4" (`gradient_compression`), "topk", "powersgd"; None goes by `bits`
-    error_feedback  what compression loses is added to the next step's gradient. 2 bytes a parameter.
-    min_numel       gradients of fewer elements, and those of one dimension or none, as of norms and biases, are exempt:
-                    they are averaged in fp32, all of a bucket in one all-reduce
-    ratio           "topk": the share of elements that each rank sends
-    rank            "powersgd": of the approximation. Matrices that would not become smaller are exempt.
-    warmup_steps    so many steps at first are averaged in fp32 in full
+    bits            8 or 4: int8 or int4, if `kind` is None
+    kind            "int8", "fp8" or "int4" (`gradient_compression`), "topk", "powersgd"; None: determined by `bits`
+    error_feedback  add the compression error to the next step's gradient. Needs 2 bytes per parameter.
+    min_numel       gradients of fewer elements, and those of at most one dimension, as of norms and biases, are exempt:
+                    they are averaged in fp32, with one all-reduce per bucket
+    ratio           for "topk": the share of elements that each rank sends
+    rank            for "powersgd": rank of the approximation. Matrices that would not become smaller are exempt.
+    warmup_steps    number of initial steps that are averaged in fp32 without compression
     transport       as in `gradient_compression`
 
-    A checkpoint takes `state_dict()` of every rank, since residuals differ from rank to rank, and gives it back by
+    A checkpoint needs `state_dict()` of every rank, since residuals differ between ranks; restore it with
     `load_state_dict` before the next step.
 
     Raises ValueError for an unknown kind or transport, or a number out of range.
@@ -71,13 +71,13 @@ class CompressState:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Where the hook works on that GPU, beside the backward."""
+        """The stream of the hook on that GPU, overlapped with the backward."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of what this rank keeps, on their devices."""
+        """Copies of this rank's state, on their devices."""
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
         return {
@@ -88,7 +88,7 @@ class CompressState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for the state of another kind, or residuals of another model."""
+        """Loads a state. Raises ValueError for the state of another kind, or residuals of another model."""
         if state["kind"] != self.kind:
             raise ValueError(f"CompressState: state_dict must be of kind {self.kind!r}, got {state['kind']!r}")
         for device, stream in self._streams.items():

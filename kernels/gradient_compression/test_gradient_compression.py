@@ -1,4 +1,4 @@
-"""What is special to gradient_compression in one process; test_ranks.py has several."""
+"""Tests specific to gradient_compression in one process; test_ranks.py has those with several."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LARGEST = {"int8": 127, "int4": 7, "fp8": 448}
 
 
 def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Equal in every bit, but for which NaN a NaN is."""
+    """Whether all bits are equal, where any NaN equals any other."""
     if a is None or b is None:
         return a is b
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
@@ -35,11 +35,11 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 def simulated(
     tensors: list[torch.Tensor], residuals: list[torch.Tensor | None], kind: str, average: bool, in_place: bool
 ) -> list[torch.Tensor]:
-    """The exchange of several ranks by the kernels, all of them in this process. Residuals are updated."""
+    """Runs the kernels of several ranks, all in this process. Residuals are updated."""
     world, device = len(tensors), tensors[0].device
     chunks = Chunks.whole_blocks(tensors[0].numel(), world, kind)
     stages = [Stages(chunks, rank, device, average, peers=in_place) for rank in range(world)]
-    # Two areas of each rank with a place for every rank.
+    # Two areas per rank, each with a slot for every rank.
     quantized, reduced = torch.empty(2, world, world, chunks.bytes, dtype=torch.uint8, device=device)
     results = [torch.full_like(tensor, torch.nan) for tensor in tensors]
     if in_place:
@@ -74,7 +74,7 @@ def test_the_kernels_of_several_ranks_equal_the_reference_to_the_bit(kind, world
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernels_of_a_reduce_scatter_equal_the_reference_to_the_bit(kind, world):
-    """Each rank's part, of any number of elements, is quantised once, in blocks of its own."""
+    """Each rank's chunk, of any number of elements, is quantised once, in separate blocks."""
     for numel, average in ((300, True), (256, False), (3, True), (1031, False)):
         chunks = Chunks.even(numel * world, world, kind)
         tensors = [torch.randn(numel * world, device=DEVICE) for _ in range(world)]
@@ -95,14 +95,14 @@ def test_what_is_lost_is_at_most_half_a_step(kind):
     y = gradient_compression(x.clone(), kind=kind)
     for block in range(0, 1000, BLOCK):
         part, kept = x[block : block + BLOCK], y[block : block + BLOCK]
-        # e4m3's steps at the largest numbers are 32; both quantisations agree but for the scale's rounding.
+        # The spacing of e4m3 at its largest values is 32. Both quantisations agree except for the scale's rounding.
         step = part.abs().max() / LARGEST[kind] * (32 if kind == "fp8" else 1)
         assert (part - kept).abs().max() <= 0.501 * step
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_code_comes_back(kind):
-    """Numbers that have codes of their own are exact, zeros and the largest among them."""
+    """Values that a code represents are exact, including zeros and the largest value."""
     if kind == "fp8":
         numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         numbers = numbers[numbers.isfinite()]
@@ -116,7 +116,7 @@ def test_every_code_comes_back(kind):
 
 
 def test_the_smallest_normal_numbers_are_kept():
-    """A scale is at least 2^-126: multiples of that come back as they were, and not as multiples of a larger one."""
+    """A scale may be as small as 2^-126: multiples of that are exact, not rounded to multiples of a larger scale."""
     x = torch.arange(-127.0, 128.0, device=DEVICE) * 2.0**-126
     for kind, largest in (("int8", 127), ("int4", 7), ("int8", 5)):
         given = x[127 - largest : 128 + largest].clone()
@@ -132,13 +132,13 @@ def test_values_that_are_not_finite_reach_the_result_and_not_the_residual(kind):
     y = gradient_compression(bad, residual, kind=kind)
     assert y.isnan().nonzero().flatten().tolist() == [3, 301, 599]
     assert residual.isfinite().all() and (residual[[3, 301, 599]] == 0).all()
-    # Where they were not a block's largest, the others are as without them.
+    # They do not affect a block's scale, so the other elements are the same as without them.
     kept = ~y.isnan()
     assert (y[kept] == clean[kept]).float().mean() > 0.5
 
 
 def test_error_feedback_makes_up_for_what_was_lost():
-    """The sum of what comes out and the residual is the sum of what went in, but for the residual's own rounding."""
+    """The sum of the outputs plus the residual equals the sum of the inputs, except for the residual's rounding."""
     x, residual, total = torch.randn(512, device=DEVICE), torch.zeros(512, device=DEVICE), 0
     plain = 0
     for _ in range(20):
@@ -176,7 +176,7 @@ def test_chunks_cover_the_tensor(kind, numel, world):
 
 
 def test_it_compiles_for_hopper():
-    """The interpreter stands for a GPU without conversions to fp8, and takes none of the instructions of sm_90."""
+    """The interpreter behaves as a GPU without conversions to fp8, and covers none of the instructions of sm_90."""
     script = """
 from harness.compiling import ahead
 from kernels.gradient_compression.bench import SPEC
@@ -201,7 +201,7 @@ def test_configurations_are_pure_and_valid():
 
 @pytest.mark.parametrize(("kind", "ratio"), [("int8", 1.96), ("int4", 3.87)])
 def test_what_the_link_carries(kind, ratio):
-    """Of two GPUs, against the all-reduce of bf16, which sends the tensor once."""
+    """For two GPUs, compared with an all-reduce in bf16, which sends the tensor once."""
     case = SPEC.case(f"64MiB-bf16-{kind}-x2")
     found = cost(case, "fwd")
     assert (64 << 20) / found.link_bytes == pytest.approx(ratio, abs=0.02)
@@ -209,7 +209,7 @@ def test_what_the_link_carries(kind, ratio):
 
 
 def test_break_even():
-    # 2 GB/s of saved bytes a second of kernels.
+    # 2 GB saved per second of kernels.
     assert break_even_bandwidth(4e9, 2e9, 1.0) == 2e9
     assert break_even_bandwidth(4e9, 2e9, 1.0, overlapped_fraction=0.5) == 4e9
     assert break_even_bandwidth(4e9, 2e9, 0.0) == math.inf
@@ -264,7 +264,7 @@ def test_residuals_move_with_their_parameters():
     first = residuals.of(0, [(0, 0, 4), (1, 4, 6)], torch.zeros(10))
     first.copy_(torch.arange(10.0))
     assert residuals.of(0, [(0, 0, 4), (1, 4, 6)], torch.zeros(10)) is first
-    # The buckets are arranged anew.
+    # DDP rebuilds the buckets.
     second = residuals.of(0, [(2, 0, 2), (1, 2, 6)], torch.zeros(8))
     third = residuals.of(1, [(0, 0, 4)], torch.zeros(4))
     assert second.tolist() == [0, 0, 4, 5, 6, 7, 8, 9] and third.tolist() == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""compress_hook on a bucket in one process: what is where in a bucket, and what is kept between steps."""
+"""compress_hook on a bucket in one process: the layout of a bucket, and the state between steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BEFORE, BEHIND = 7, 3
 
 
 class Bucket:
-    """What DDP gives a hook: gradients one behind the other in a flat buffer, here of a larger memory."""
+    """The bucket that DDP passes to a hook: gradients concatenated in a flat buffer, here part of a larger one."""
 
     def __init__(self, *shapes: tuple[int, ...], last: bool = True, dtype: torch.dtype = torch.float32) -> None:
         self.last, self.number = last, 0
@@ -45,7 +45,7 @@ class Bucket:
 
 
 def called(state: CompressState, bucket: Any) -> torch.Tensor:
-    """What the hook's future gives; it is the bucket's buffer, and nothing around that is written."""
+    """The result of the hook's future. Asserts that it is the bucket's buffer, and that nothing outside is written."""
     around = bucket.memory[:BEFORE].clone(), bucket.memory[-BEHIND:].clone()
     result = compress_hook(state, bucket).wait()
     assert result.data_ptr() == bucket.flat.data_ptr() and result.shape == bucket.flat.shape
@@ -55,7 +55,7 @@ def called(state: CompressState, bucket: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_each_parameter_has_the_residual_of_its_own_elements(kind: str) -> None:
-    """Over two steps; exempt gradients are zero in what is compressed, and have no residual."""
+    """Over two steps. Exempt gradients are zero in the compressed buffer, and have no residual."""
     bucket, state = Bucket(*SHAPES), CompressState(kind=kind, min_numel=100)
     residual = torch.zeros_like(bucket.flat, dtype=torch.bfloat16)
     for _ in range(2):
@@ -89,8 +89,8 @@ def test_a_step_ends_with_its_last_bucket() -> None:
 @pytest.mark.parametrize(
     ("shapes", "options", "averaged"),
     [
-        (SHAPES, dict(min_numel=100), [50]),  # those that are exempt
-        (SHAPES, dict(min_numel=10**6), [1650]),  # a bucket of nothing else, as a whole
+        (SHAPES, dict(min_numel=100), [50]),  # the exempt gradients
+        (SHAPES, dict(min_numel=10**6), [1650]),  # the entire bucket, if all are exempt
         (SHAPES, dict(min_numel=0, warmup_steps=1), [1650]),
         (((20, 30), (25, 40)), dict(min_numel=100), []),
         (((20,), (600,)), dict(min_numel=0), [620]),  # of one dimension

@@ -1,7 +1,7 @@
 """gradient_compression over several processes: gloo without a GPU, NCCL on two.
 
-Starting processes takes seconds, so one group of them runs every check of `CHECKS` and writes down how each went; a
-test reads that.
+Starting processes takes seconds, so one group of them runs every check of `CHECKS` and records the outcomes, which the
+tests read.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def random(rank: int, seed: int, numel: int, device: str) -> torch.Tensor:
 
 
 def everyone(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor of every rank."""
+    """The tensors of all ranks."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor.contiguous())
     return parts
 
 
 def agree(tensor: torch.Tensor) -> bool:
-    """Whether all ranks have the same bits, but for which NaN a NaN is."""
+    """Whether all ranks have the same bits, where any NaN equals any other."""
     first, *others = (part.nan_to_num(nan=12345.0) for part in everyone(tensor))
     return all(torch.equal(first, other) for other in others)
 
@@ -62,7 +62,7 @@ def equals_the_reference(rank: int, world: int, device: str) -> None:
 
 
 def each_kind_is_the_reference(rank: int, world: int, device: str) -> None:
-    """A small part of `equals_the_reference`."""
+    """A small subset of `equals_the_reference`."""
     for kind in KINDS:
         x, residual = random(rank, 4, 1500, device), random(rank, 5, 1500, device).mul(0.01).bfloat16()
         want, kept = gradient_compression_reference(x, residual, kind=kind)
@@ -92,7 +92,7 @@ def what_is_not_finite_reaches_everyone(rank: int, world: int, device: str) -> N
 
 
 def error_feedback_converges(rank: int, world: int, device: str) -> None:
-    """Sums over steps of what comes out and of the true mean differ by the residuals' mean, which does not grow."""
+    """The sums over steps of the outputs and of the true mean differ by the residuals' mean, which does not grow."""
     numel, steps = 1000, 12
     for kind in KINDS:
         residual = torch.zeros(numel, dtype=torch.bfloat16, device=device)
@@ -102,14 +102,14 @@ def error_feedback_converges(rank: int, world: int, device: str) -> None:
             truth += torch.stack(everyone(x)).mean(0)
             total += gradient_compression(x, residual, kind=kind)
         left = torch.stack(everyone(residual.float())).mean(0)
-        # The residual is rounded to 8 bits, twice a step at most.
+        # The residual is rounded to 8 bits, at most twice per step.
         slack = 2 * steps * 2**-8 * torch.stack(everyone(residual.float())).abs().max() * max(2, world)
         assert (total + left - truth).abs().max() <= slack, kind
         assert (total - truth).abs().max() < 3 * (4.5 / 7), kind
 
 
 def scatter_is_the_reference(rank: int, world: int, device: str) -> None:
-    """FSDP's reduce-scatter: each rank's part is quantised once, in blocks of its own; what is small is not."""
+    """FSDP's reduce-scatter: each rank's chunk is quantised once, in separate blocks; small tensors are not."""
     average, total_of = dist.ReduceOp.AVG, dist.ReduceOp.SUM
     for kind, op, numel in (("int8", average, 300), ("int4", total_of, 256), ("fp8", average, 5)):
         scatter = CompressedReduceScatter(kind, error_feedback=True, min_numel=6 * world)
@@ -140,7 +140,7 @@ def scatter_is_the_reference(rank: int, world: int, device: str) -> None:
 
 
 def one_rank_is_the_reference_of_all(rank: int, world: int, device: str) -> None:
-    """The oracle over processes is the oracle over lists."""
+    """The oracle over processes equals the oracle over lists of tensors."""
     x = random(rank, 3, 900, device)
     want, _ = exchange_reference(everyone(x), [None] * world, "int8", True)
     assert torch.equal(gradient_compression(x, kind="int8"), want)
@@ -183,7 +183,7 @@ def ddp_trains_like_uncompressed(rank: int, world: int, device: str) -> None:
         model = model_of(device)
         state = None if kind is None else CompressState(kind=kind, min_numel=200, ratio=0.1, rank=4)
         optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-        # Two buckets, which DDP arranges anew behind the first step.
+        # Two buckets, which DDP rebuilds after the first step.
         losses = train(ddp_of(model, state, cap=0.005), optimizer, rank, range(14), device)
         final[kind] = sum(losses[-3:]) / 3
         assert losses[0] > final[kind], kind
@@ -195,7 +195,7 @@ def ddp_trains_like_uncompressed(rank: int, world: int, device: str) -> None:
 
 
 def small_tensors_are_exempt(rank: int, world: int, device: str) -> None:
-    """Their gradients are those of uncompressed training to fp32's rounding; those of weights are not."""
+    """Their gradients equal those of uncompressed training to fp32 rounding; those of weights do not."""
     gradients = []
     for state in (None, CompressState(bits=4, min_numel=200)):
         model = model_of(device)
@@ -230,7 +230,7 @@ def a_checkpoint_continues(rank: int, world: int, device: str) -> None:
         sizes = [{n: t.numel() for n, t in s.state_dict()["residuals"].items()} for s in (state, resumed)]
         assert sizes[0] == sizes[1], "parameters have the same numbers"
         for a, b in zip(model.parameters(), again.parameters(), strict=True):
-            # The first step of a process has buckets of its own, so other blocks: close.
+            # The first step of a process has the initial buckets, so other blocks: results are only close.
             torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
         with pytest.raises(ValueError, match="state_dict must be of kind"):
             CompressState(kind="fp8").load_state_dict(kept)
@@ -263,7 +263,7 @@ def fsdp_trains_like_uncompressed(rank: int, world: int, device: str) -> None:
             assert sorted(made) == ["", "0", "3"]
         optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
         final[kind] = train(model, optimizer, rank, range(8), device)[-1]
-        if feedback and world > 1:  # FSDP scatters nothing among one rank
+        if feedback and world > 1:  # with one rank FSDP scatters nothing
             assert made["3"].residual is not None and made[""].residual is None
     for loss in final.values():
         assert abs(loss - final[None]) < 0.1 * final[None], final
@@ -284,7 +284,7 @@ CHECKS: tuple[Callable[[int, int, str], None], ...] = (
 )
 
 
-#: of two processes, in every run of the tests: the exchange with each kind, and DDP's hook
+#: run with two processes in every run of the tests: the exchange with each kind, and DDP's hook
 QUICK = (
     repeats_to_the_bit,
     one_rank_is_the_reference_of_all,
@@ -310,7 +310,7 @@ def work(rank: int, world: int, device: str, folder: str, checks: tuple[str, ...
         except Exception:
             outcomes[check.__name__] = traceback.format_exc()
         torch.save(outcomes, f"{folder}/{rank}.pt")
-        # A rank that failed has left the others in a collective: they would wait for the timeout.
+        # After a failure the other ranks are still in a collective, where they would wait for the timeout.
         if outcomes[check.__name__]:
             os._exit(1)
     release()
@@ -320,7 +320,7 @@ def work(rank: int, world: int, device: str, folder: str, checks: tuple[str, ...
 def run(
     world: int, device: str, folder: Path, checks: tuple[Callable[[int, int, str], None], ...] = CHECKS
 ) -> list[dict[str, str]]:
-    """How the checks went on each rank. A process that fails ends the others."""
+    """The outcomes of the checks on each rank. A process that fails terminates the others."""
     context = mp.get_context("spawn")
     names = tuple(check.__name__ for check in checks)
     processes = [context.Process(target=work, args=(r, world, device, str(folder), names)) for r in range(world)]

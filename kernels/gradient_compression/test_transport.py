@@ -1,4 +1,4 @@
-"""Ranks that write into each other's memory, as threads of one process; and which transport is taken."""
+"""Ranks that write into each other's memory, as threads of one process; and the choice of the transport."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .chunks import KINDS, Chunks
 from .reference import exchange_reference
 from .test_gradient_compression import DEVICE, same
 
-OFFSET, GUARD, FILL = 64, 96, 0x55  # bytes before and behind what symmetric memory is asked for
+OFFSET, GUARD, FILL = 64, 96, 0x55  # bytes before and after the requested symmetric memory, and their value
 
 
 class Ranks:
-    """Ranks that run one at a time, from barrier to barrier, with memory that all of them reach."""
+    """Ranks that run one at a time, from barrier to barrier, with memory that all of them can access."""
 
     def __init__(self, world: int) -> None:
         self.world, self.turn, self.met = world, threading.Lock(), threading.Barrier(world, timeout=60)
@@ -68,8 +68,8 @@ class Ranks:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [2, 3])
 def test_peers_equal_the_reference_to_the_bit(world: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls follow each other in the same memory, which is as large as they asked for and begins within its
-    allocation; nothing around it is written."""
+    """Successive calls use the same memory, which has exactly the requested size and begins at an offset in its
+    allocation. Nothing outside it is written."""
     ranks, made = Ranks(world), {}
     symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
     monkeypatch.setattr(symmetric, "empty", ranks.empty)
@@ -122,7 +122,7 @@ def test_which_transport_is_taken(asked: str, reached: bool, taken: str) -> None
 
 
 def test_one_rank_sends_nothing() -> None:
-    """Whatever is asked for: a group of one rank has no peers."""
+    """Whatever the transport: a group of one rank has no peers."""
     group, x = Ranks(1).group(0), torch.randn(300, device=DEVICE)
     want, _ = exchange_reference([x], [None], "int8", True)
     exchange.all_reduce(x, None, group, "int8", True, "peers")
@@ -131,11 +131,11 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_room_of_peers_is_a_power_of_two_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By group, device, size and stream: what fits into the room that is there makes no new one."""
+    """Memory is cached by group, device, size and stream. A call that fits the present memory allocates none."""
     stream, device = SimpleNamespace(cuda_stream=1), torch.device("cuda", 0)
     first: Any
     group: Any = SimpleNamespace(group_name="first")
-    another: Any = SimpleNamespace(group_name="first")  # as a new group may be called after one that was destroyed
+    another: Any = SimpleNamespace(group_name="first")  # a new group may have the name of one that was destroyed
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(transport, "_PEERS", {})
     made = mock.Mock(side_effect=lambda group, device, capacity: SimpleNamespace(group=group, capacity=capacity))

@@ -1,8 +1,8 @@
-"""Top-k sparsification: each rank sends its largest elements with their places, and all ranks add up all of them.
+"""Top-k sparsification: each rank sends its largest elements with their indices, and every rank adds up all of them.
 
-Aji and Heafield 2017 (arXiv:1704.05021). n elements, share ρ: a rank sends 8·ρ·n bytes to each other one, so that the
-link has 8·ρ·n·(N−1) in either direction, against 2·s·n·(N−1)/N of an all-reduce of s bytes an element: at ρ = 1 % less
-for any N up to 25·s. Selection reads the elements several times; it is PyTorch's.
+Aji and Heafield 2017 (arXiv:1704.05021). For n elements and a share ρ, a rank sends 8·ρ·n bytes to each other rank. The
+link carries 8·ρ·n·(N−1) bytes per direction, compared to 2·s·n·(N−1)/N for an all-reduce with s bytes per element: at
+ρ = 1 % less for any N up to 25·s. PyTorch selects the elements, which reads them several times.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .transport import all_gather
 def top_k(
     x: torch.Tensor, residual: torch.Tensor | None, group: dist.ProcessGroup | None, ratio: float, numel: int
 ) -> None:
-    """The mean over the ranks of the `ratio` · `numel` largest elements of each rank's x + residual, into flat x; the
-    others are left in the residual. Summed in fp32 in the order of the ranks."""
+    """Writes to flat x the mean over the ranks of the `ratio` · `numel` largest elements of each rank's x + residual.
+    The other elements remain in the residual. Sums are in fp32 in the order of the ranks."""
     wide = x.float() if residual is None else x.float() + residual.float()
     count = min(x.numel(), max(1, round(ratio * numel)))
-    # NaN counts as the largest, so that it is sent.
+    # topk treats NaN as the largest value, so NaN is sent.
     places = wide.abs().topk(count, sorted=False).indices
     values = wide[places]
     if residual is not None:
@@ -30,5 +30,5 @@ def top_k(
     sent = torch.cat((values.view(torch.int32), places.to(torch.int32)))
     for part in all_gather(sent, group):
         at = part[count:].long()
-        total[at] += part[:count].view(torch.float32)  # places of one rank are distinct: no atomics, one order
+        total[at] += part[:count].view(torch.float32)  # indices of a rank are distinct: no atomics, a fixed order
     x.copy_(total / (1 if group is None else group.size()))

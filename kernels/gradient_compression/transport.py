@@ -1,6 +1,6 @@
-"""How quantised chunks reach the other ranks: by collectives, or by writing into the peers' memory.
+"""The transport of quantised chunks to the other ranks: by collectives, or by writes into the peers' memory.
 
-Both have `exchange(stages, x, residual)`, a compressed all-reduce of x in place on the current stream.
+Both classes have `exchange(stages, x, residual)`, a compressed all-reduce of x in place on the current stream.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from .plans import Stages
 
 TRANSPORTS = ("auto", "collectives", "peers")
 
-# These have been renamed, and the old names warn.
+# PyTorch has renamed these functions, and the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 full_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collectives:
-    """all_to_all and all_gather of a process group, of any backend; nothing at all for one rank (group None)."""
+    """The transport by all_to_all and all_gather of a process group with any backend. One rank (group None) sends
+    nothing."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
 
     def scatter(self, stages: Stages, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Every rank's quantised version of this rank's chunk, one behind the other."""
+        """Every rank's quantised version of this rank's chunk, concatenated."""
         chunks = stages.chunks
         wire = _bytes(x, chunks.world * chunks.bytes)
         stages.quantize(x, residual, wire)
@@ -49,13 +50,14 @@ class Collectives:
 
 
 class Peers:
-    """Symmetric memory of a group whose GPUs can reach each other's: a barrier in place of each collective.
+    """The transport by symmetric memory, for a group whose GPUs can access each other's memory. Barriers replace the
+    collectives.
 
-    A rank has an area for the quantised versions of its chunk and one for the reduced chunks, both with a place for
-    each rank, which that rank's kernels write. Two barriers are enough. The first area is written again by the next
-    call, behind the second barrier, into which its owner enters when it has been read. The second area is written again
-    behind the next call's first barrier, into which its owner enters when its last kernel has read it. So all calls of
-    a Peers must be on one stream, and the areas stay where they are for tensors of any size.
+    A rank has one area for the quantised versions of its chunk and one for the reduced chunks. Both have a slot per
+    rank, which that rank's kernels write. Two barriers per call are enough. The first area is overwritten by the next
+    call, after the second barrier, at which its owner arrives only after reading the area. The second area is
+    overwritten after the next call's first barrier, at which its owner arrives only after its last kernel has read it.
+    So all calls of a Peers must be on one stream, and the areas have the same addresses for tensors of any size.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, capacity: int) -> None:
@@ -65,7 +67,7 @@ class Peers:
         self._memory = symmetric.empty(2 * capacity, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric.rendezvous(self._memory, group)
         addresses = list(self._handle.buffer_ptrs)
-        # The tensor may begin behind the beginning of its allocation.
+        # The tensor may begin at an offset in its allocation.
         offset = self._memory.data_ptr() - addresses[group.rank()]
         self._quantized, self._reduced = self._memory[:capacity], self._memory[capacity:]
         self._quantized_table = torch.tensor([a + offset for a in addresses], dtype=torch.int64, device=device)
@@ -85,9 +87,9 @@ LEAST_CAPACITY = 1 << 20
 
 
 def peers(group: dist.ProcessGroup, device: torch.device, needed: int) -> Peers:
-    """Peers with room for `needed` bytes, for the current stream; kept until `release`. Collective where it is made.
+    """The Peers with at least `needed` bytes for the current stream, cached until `release`. Creation is collective.
 
-    Room grows by powers of two, and smaller memory is kept: a peer may still write it.
+    Sizes are powers of two. Smaller memory is not freed, as a peer may still write it.
     """
     capacity = max(LEAST_CAPACITY, 1 << (needed - 1).bit_length())
     key = (group.group_name, device, capacity, torch.cuda.current_stream(device).cuda_stream)
@@ -98,10 +100,10 @@ def peers(group: dist.ProcessGroup, device: torch.device, needed: int) -> Peers:
 
 
 def reachable(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's GPUs can reach each other's memory. Collective the first time that it is asked of a group.
+    """Whether the group's GPUs can access each other's memory. The first call for a group is collective.
 
-    They must be of one host and visible to each process, and NCCL_P2P_DISABLE must not say that links are to be left
-    alone: then the collectives go through the host too, and the peers' memory would be another link.
+    The GPUs must be on one host and visible to each process, and NCCL_P2P_DISABLE must not be set: it makes collectives
+    go through the host too, and the peers' memory would then be another link.
     """
     if device.type != "cuda" or group.size() == 1:
         return False
@@ -129,7 +131,7 @@ def _linked(index: int, other: int) -> bool:
 
 
 def release() -> None:
-    """Gives back the symmetric memory of all groups: before a group is destroyed, on every rank, between calls."""
+    """Frees the symmetric memory of all groups. Call it on every rank, between calls, before a group is destroyed."""
     if _PEERS and torch.cuda.is_available():
         torch.cuda.synchronize()
     _PEERS.clear()
@@ -137,7 +139,7 @@ def release() -> None:
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """A flat tensor of every rank, in the order of the ranks."""
+    """The flat tensors of all ranks, in the order of the ranks."""
     if group is None or group.size() == 1:
         return [tensor]
     everyone = tensor.new_empty(group.size() * tensor.numel())
@@ -146,7 +148,7 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[to
 
 
 def mean_in_place(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """The mean over the ranks, in tensor's own dtype and by the group's own all-reduce."""
+    """Replaces a tensor by its mean over the ranks, in its own dtype, with the group's all-reduce."""
     if group is not None and group.size() > 1:
         dist.all_reduce(tensor, group=group)
         tensor.div_(group.size())

@@ -26,12 +26,12 @@ def _case(rows: int, dim: int, vocab: int, dtype: torch.dtype, suffix: str = "",
 ALL: dict[str, Any] = dict(bias=True, label_smoothing=0.1, softcap=5.0, z_loss=1e-3)
 
 CASES = (
-    # Llama 3 8B's head and Llama 2 7B's, 8192 tokens; a small one. "roomy": all logits may be in memory.
+    # The output layers of Llama 3 8B and Llama 2 7B, 8192 tokens; a small one. "roomy": all logits fit in memory.
     _case(8192, 4096, 128256, BF16, bench=True),
     _case(8192, 4096, 128256, BF16, "-roomy", bench=True, scratch_bytes=1 << 32),
     _case(8192, 4096, 32000, BF16, bench=True),
     _case(2048, 2048, 32000, BF16, bench=True),
-    # Boundary cases: one of everything, nothing, primes, slices and chunks with remainders, every option.
+    # Boundary cases: sizes of 1, size 0, primes, slices and chunks with remainders, every option.
     _case(23, 14, 130, FP32),
     _case(23, 14, 130, FP32, "-tight", scratch_bytes=0),
     _case(23, 14, 130, FP32, "-tight-all", scratch_bytes=0, reduction="sum", **ALL),
@@ -42,7 +42,7 @@ CASES = (
     _case(5, 31, 1, FP32, "-tight", scratch_bytes=0),
     _case(67, 3, 57, FP32, "-tight", scratch_bytes=0),
     _case(131, 67, 300, FP16, "-all", **ALL),
-    # Options at their ends.
+    # Options at the ends of their ranges.
     _case(9, 6, 35, FP32, "-int32-smooth1", index=torch.int32, label_smoothing=1.0),
     _case(9, 6, 35, FP32, "-all-ignored-sum", all_ignored=True, scratch_bytes=0, reduction="sum", **ALL),
     _case(9, 6, 35, FP32, "-all-ignored-int32", all_ignored=True, index=torch.int32),
@@ -55,7 +55,7 @@ CASES = (
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """Logits of variance 1, and every tenth row or so without a target."""
+    """Inputs with logits of variance 1. About every tenth row is ignored."""
     rows, dim, vocab = (case.dims[n] for n in ("rows", "dim", "vocab"))
     params = dict(case.params)
 
@@ -80,7 +80,7 @@ def cost(case: Case, mode: str) -> Cost:
     rows, dim, vocab = (case.dims[n] for n in ("rows", "dim", "vocab"))
     size, bias = case.dtype.itemsize, case.params.get("bias", False)
     tensors = size * (rows * dim + vocab * dim + vocab * bias)
-    # forward: the logits. backward: the products for hidden's gradient and for weight's. Recomputing is not useful.
+    # forward: the GEMM of the logits. backward: the GEMMs of hidden's gradient and weight's. Recomputation not counted.
     products, passes = {"fwd": (1, 1), "bwd": (2, 2), "fwd+bwd": (3, 2)}[mode]
     pipe = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
     return Cost(flops=2 * products * rows * dim * vocab, bytes=passes * tensors + 8 * rows, pipe=pipe)
@@ -115,7 +115,7 @@ def _liger():
 
 
 def _liger_sm90():
-    """Its CuTe kernels for Hopper, in place of those in Triton."""
+    """Liger's CuTe kernels for Hopper, instead of its Triton kernels."""
     from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
 
     def function(hidden, weight, target, ignore_index=-100, reduction="mean", scratch_bytes=None):
@@ -134,7 +134,7 @@ def _liger_sm90_supports(case: Case, mode: str) -> str | None:
 
 
 def _quack(scaled_exp: bool | None):
-    """`scaled_exp`: None is its own choice, which is faster and needs a package in a folder called site-packages."""
+    """`scaled_exp`: None is QuACK's default, which is faster and needs a package in a folder called site-packages."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     def function(hidden, weight, target, ignore_index=-100, reduction="mean", scratch_bytes=None):
@@ -174,7 +174,7 @@ def _logits_candidates(case: Case) -> list[configs.LogitsConfig]:
     return [
         configs.LogitsConfig(block_n, stages, height // cluster, cluster)
         for block_n, stages in ((192, 5), (192, 4), (176, 5), (160, 6))
-        for height in (8, 16, 32, 64)  # of a group in the tile order, in tiles
+        for height in (8, 16, 32, 64)  # of a group in the grouped tile order, in tiles
         for cluster in (1, 2)
     ]
 
@@ -190,7 +190,7 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    """Of "cuda" nothing is checked here: the checks try layouts that it does not take, and test_sm90.py has its own."""
+    """For "cuda" always a reason: the generic checks try layouts that it does not support. test_sm90.py checks it."""
     if implementation == "triton":
         return None if _in_cuda(case) else "it is what auto takes"
     return "it is checked by tests of its own; auto takes it where it can" if implementation == "cuda" else None
@@ -206,7 +206,7 @@ SPEC = KernelSpec(
         "triton": partial(linear_cross_entropy, backend="triton"),
         "cuda": partial(linear_cross_entropy, backend="cuda"),
     },
-    # Elsewhere the first is the second.
+    # On other GPUs "auto" is the same as "triton".
     min_capability={"triton": (9, 0), "cuda": (9, 0)},
     unsupported_reason=_unsupported_reason,
     alias_reason=_alias_reason,

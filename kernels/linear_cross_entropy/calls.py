@@ -1,4 +1,4 @@
-"""Finds or makes the plan of a call, and calls it: from the eager path and from the ops of torch.library alike."""
+"""Finds or builds the plan of a call and runs it, for both the eager path and the ops of torch.library."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SCALARS = (int, float, str, type(None))
 
 @dataclass(frozen=True)
 class EagerPlan:
-    """`ready`: the forward computes the gradients. Then `run` is a `GradientPlan`, and `scale` multiplies its gradients
-    in the backward. Else `run` is a `LossPlan`."""
+    """`ready`: the forward computes the gradients. `run` is then a `GradientPlan`, and `scale` multiplies its gradients
+    in the backward. Otherwise `run` is a `LossPlan`."""
 
     run: Any
     loss: Loss
@@ -32,7 +32,7 @@ class EagerPlan:
 def eager_plan(
     hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Optional, options: tuple, needs: Needs
 ) -> EagerPlan:
-    """The plan of an eager call. `options` are the fields of `Loss` as they were given. Checks them for a new plan."""
+    """The plan of an eager call. `options` are the fields of `Loss` as given. Arguments are checked for a new plan."""
     key = signature(hidden), signature(weight), signature(target), signature(bias), options, needs
     plan = _EAGER.find(key)
     if plan is None:
@@ -56,7 +56,7 @@ def _new_plan(hidden, weight, target, bias, loss: Loss, needs: Needs) -> EagerPl
 
 
 def in_floats(loss: Loss) -> Loss:
-    """The same with numbers of the types that an op takes."""
+    """The same options, converted to the types of the op's schema."""
     softcap = None if loss.softcap is None else float(loss.softcap)
     return loss._replace(label_smoothing=float(loss.label_smoothing), softcap=softcap, z_loss=float(loss.z_loss))
 
@@ -68,7 +68,7 @@ def ready_in_forward(hidden: torch.Tensor, loss: Loss) -> bool:
 
 
 def loss_alone(hidden, weight, target, bias, loss: Loss) -> torch.Tensor:
-    """Runs a `loss_plan`, cached if all tensors are plain; for others a signature does not determine the plan."""
+    """Runs a `loss_plan`. The plan is cached if all tensors are plain; for others a signature does not determine it."""
     if not lean(hidden, weight, target, bias):
         return loss_plan(hidden, weight, target, bias, loss)(hidden, weight, target, bias)
     key = signature(hidden), signature(weight), signature(target), signature(bias), loss
@@ -81,7 +81,7 @@ def loss_alone(hidden, weight, target, bias, loss: Loss) -> torch.Tensor:
 def loss_and_gradients(
     dloss, hidden, weight, target, bias, loss: Loss, needs: Needs
 ) -> tuple[torch.Tensor, Optional, Optional, Optional]:
-    """Runs a `gradient_plan`, cached likewise."""
+    """Runs a `gradient_plan`, cached as in `loss_alone`."""
     given = hidden, weight, target, bias, dloss
     if not lean(*given):
         return gradient_plan(*given, loss, needs)(*given)

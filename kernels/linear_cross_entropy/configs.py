@@ -13,7 +13,7 @@ import triton
 
 MIB = 1 << 20
 MIN_SLICE = 16
-# Vocabulary entries of a GEMM: enough tiles to fill the GPU; larger slices gained nothing (EXPERIMENTS.md).
+# Vocabulary entries per GEMM: enough tiles to fill the GPU; larger slices were no faster (EXPERIMENTS.md).
 SLICE = 2048
 MIN_SPARE = 512
 
@@ -21,7 +21,7 @@ MIN_SPARE = 512
 @dataclass(frozen=True)
 class Chunk:
     """Rows `start` to `stop` - 1. Their logits use the memory of the weight's gradient or, if `spare`, a workspace.
-    They are computed twice unless they are `kept` until the weight's gradient is computed."""
+    They are computed twice unless `kept`, that is, stored until the weight's gradient is computed."""
 
     start: int
     stop: int
@@ -39,10 +39,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Config:
-    """Rows are processed in chunks of `chunk`, all logits of which are in memory; a GEMM computes `slice` vocabulary
-    entries of them. in_gradient: logits use the memory of the weight's gradient, else a workspace. With in_gradient,
-    `spare` more rows have a workspace of their own, and are not computed twice. `unit`: chunks begin at multiples of
-    it."""
+    """Rows are processed in chunks of `chunk` rows, whose logits are all in memory; one GEMM computes `slice`
+    vocabulary entries of them. in_gradient: logits use the memory of the weight's gradient, otherwise a workspace. With
+    in_gradient, `spare` more rows have a separate workspace, and their logits are not computed twice. Chunks begin at
+    multiples of `unit`."""
 
     chunk: int
     slice: int
@@ -51,12 +51,12 @@ class Config:
     unit: int = 1
 
     def chunks(self, rows: int) -> Iterator[Chunk]:
-        """In the order of the rows, which is that of the computation."""
+        """Yields the chunks in the order of their rows, which is the order of computation."""
         if not self.in_gradient:
             for start in range(0, rows, max(1, self.chunk)):
                 yield Chunk(start, min(start + self.chunk, rows), spare=True, kept=True)
         elif rows:
-            # The last chunk begins at a multiple of `unit`, so that it is aligned in the scratch as well.
+            # The last chunk begins at a multiple of `unit`, so that it is also aligned in the workspace.
             last = -(-max(0, rows - self.chunk) // self.unit) * self.unit
             spare = max(0, last - self.spare)
             for start in range(0, spare, self.chunk):
@@ -71,11 +71,12 @@ def pick_config(
 ) -> Config:
     """How loss and gradients are computed within `scratch_bytes`. Pure.
 
-    By default that is 640 MiB less the size of the gradients, a sixteenth of that size or, if the weight needs a
-    gradient, the logits of 1024 entries of all rows, whichever is most: where memory is scarce the peak is mostly the
-    result plus 6 %, elsewhere nothing is computed twice. If all logits fit, they are in the workspace. Else, without
-    `weight_too` (the weight needs no gradient), rows are processed in chunks whose logits fit. Else chunks have as many
-    rows as H, in the memory of the weight's gradient, and what is left of the workspace holds `spare` rows.
+    The default is the largest of 640 MiB less the size of the gradients, a sixteenth of that size and, if the weight
+    needs a gradient, the logits of 1024 entries of all rows. With large gradients peak memory is then mostly that of
+    the results plus 6 %; with small ones nothing is computed twice. If all logits fit, they are in the workspace.
+    Otherwise, without `weight_too` (the weight needs no gradient), rows are processed in chunks whose logits fit. With
+    it, chunks have H rows and use the memory of the weight's gradient, and the rest of the workspace holds `spare`
+    rows.
     """
     size, columns = dtype.itemsize, _up(rows, 64)
     if scratch_bytes is None:
@@ -94,7 +95,7 @@ def pick_config(
 
 
 def pick_forward_config(rows: int, vocab: int, dtype: torch.dtype, scratch_bytes: int | None = None) -> Config:
-    """How the loss alone is computed: chunks of up to 8192 rows, a slice of whose logits fits 64 MiB. Pure."""
+    """How the loss alone is computed: in chunks of up to 8192 rows, with slices of logits that fit 64 MiB. Pure."""
     chunk = min(max(rows, 1), 8192)
     part = (64 * MIB if scratch_bytes is None else scratch_bytes) // (_up(chunk, 64) * dtype.itemsize)
     return Config(chunk, max(MIN_SLICE, min(vocab, _down(part, 128))), in_gradient=False)
@@ -116,7 +117,7 @@ def _up(n: int, of: int) -> int:
 
 @dataclass(frozen=True)
 class StatsConfig:
-    """A CTA loops over `span` vocabulary entries of `block_r` rows, `unroll` · `block_v` entries an iteration."""
+    """A CTA loops over `span` vocabulary entries of `block_r` rows, `unroll` · `block_v` entries per iteration."""
 
     block_r: int
     block_v: int
@@ -127,8 +128,9 @@ class StatsConfig:
 
 @dataclass(frozen=True)
 class LogitsConfig:
-    """Of logits.cu: columns of a tile (160, 176 or 192), pipeline stages, height of a group in the grouped tile order
-    (`raster`, in clusters), and CTAs of a cluster, whose tiles are vertically adjacent and share weight (1 or 2)."""
+    """Configuration of logits.cu: columns of a tile (160, 176 or 192), pipeline stages, height of a group in the
+    grouped tile order (`raster`, in clusters), and CTAs of a cluster (1 or 2). The tiles of a cluster are vertically
+    adjacent, so its CTAs share the tile of weight."""
 
     block_n: int
     stages: int
@@ -138,7 +140,7 @@ class LogitsConfig:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """A CTA for each tile of `block_v` vocabulary entries by `block_r` rows."""
+    """One CTA per tile of `block_v` vocabulary entries by `block_r` rows."""
 
     block_r: int
     block_v: int
@@ -159,10 +161,10 @@ def pick_backend(backend: str, possible: bool) -> str:
 def pick_logits_config(rows: int, more: bool) -> LogitsConfig:
     """Configuration of logits.cu; `more`: its epilogue has a softcap, label smoothing or a z-loss. Pure.
 
-    - 192 columns: the most accumulators that a thread has registers for. With `more` in the epilogue some spill: 160.
-    - Two CTAs share weight's columns where there are rows for both.
+    - 192 columns: the most accumulators that fit a thread's registers. With `more` in the epilogue some spill: 160.
+    - A cluster of two CTAs, which share the tile of weight, if there are rows for both.
     - A group of the tile order has 2048 rows, 16 MB of hidden with H = 4096. They stay in L2 while weight is read once.
-    - As many pipeline stages as shared memory has room for.
+    - As many pipeline stages as fit in shared memory.
 
     Record: reports/h200/tune, 32 candidates in four cases of the loss alone.
     """
@@ -175,7 +177,7 @@ def pick_stats_config(rows: int, vocab: int, dtype: torch.dtype, capability: tup
     """Configuration of the stats kernel. Pure.
 
     128 rows, so that a warp reads 16-byte vectors of one vocabulary entry, and 4 tiles of 1024 elements in flight.
-    Where there are fewer rows, a tile has fewer rows and more entries. Record: "Statistics" in EXPERIMENTS.md (H200).
+    If there are fewer rows, a tile has fewer rows and more entries. Record: "Statistics" in EXPERIMENTS.md (H200).
     """
     block_r = min(128, max(16, triton.next_power_of_2(rows)))
     return StatsConfig(block_r, block_v=1024 // block_r, unroll=4, span=1024, num_warps=4)
@@ -184,7 +186,7 @@ def pick_stats_config(rows: int, vocab: int, dtype: torch.dtype, capability: tup
 def pick_tile_config(rows: int, vocab: int, dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:
     """Configuration of the gradient and move kernels. Pure.
 
-    Tiles of 2048 elements with 4 warps, 128 rows wide where there are as many; 32 entries at least. With tiles of 4096
+    Tiles of 2048 elements with 4 warps, 128 rows wide if there are as many, and at least 32 entries. With tiles of 4096
     elements and few rows, Triton 3.6 spills. Record: "Gradient tiles" in EXPERIMENTS.md (H200).
     """
     block_r = min(128, max(16, triton.next_power_of_2(rows)))

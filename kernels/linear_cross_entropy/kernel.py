@@ -1,7 +1,7 @@
-"""The Triton kernels of linear_cross_entropy, all memory-bound. cuBLAS computes the matrix products.
+"""The Triton kernels of linear_cross_entropy, all memory-bound. cuBLAS computes the GEMMs.
 
-Logits are stored transposed, zᵀ[V, N]: a row of it belongs to one vocabulary entry, as a row of the weight does. So a
-slice of the vocabulary is contiguous, an odd vocabulary (50257) misaligns nothing, and zᵀ of N <= H rows fits the
+Logits are stored transposed, zᵀ[V, N]: each row of zᵀ belongs to one vocabulary entry, as a row of the weight does. So
+a slice of the vocabulary is contiguous, an odd vocabulary (50257) misaligns nothing, and zᵀ of N <= H rows fits the
 memory of the weight's gradient [V, H], row by row.
 
 Estimate, bf16, n = V·N logits, one NVIDIA H200 that copies 4254 GB/s, 8192 rows of a vocabulary of 128256:
@@ -14,7 +14,7 @@ compared with 12.3 ms for each GEMM of 8.6 TFLOP at 700 TFLOP/s.
 Two fp32 buffers connect the kernels, with offsets (`x_at`) that the plan fixes:
   stats  of a chunk of rows: partial maxima and partial sums of exponentials, [parts, rows] each; with label smoothing
          partial sums of logits [parts, rows]; the logit at the target [rows]. A part is the result of one CTA
-  held   of a call: for each chunk its lse as two rows (maximum, 1 / sum of exponentials); the losses of all rows,
+  held   of a call: for each chunk the lse as two rows (maximum, 1 / sum of exponentials); the losses of all rows,
          unless they are returned; the factor of the mean
 """
 
@@ -38,7 +38,7 @@ def _exp(x):
 
 @triton.jit
 def _tanh(x):
-    """tanh in fp32: a polynomial near 0 (Cephes, tanhf.c), where 1 - 2 / (1 + e^2x) would lose all digits."""
+    """tanh in fp32. Near 0 it is a polynomial (Cephes, tanhf.c), as 1 - 2 / (1 + e^2x) would cancel there."""
     square = x * x
     near = square * -5.70498872745e-3 + 2.06390887954e-2
     near = near * square - 5.37397155531e-2
@@ -53,8 +53,8 @@ def _tanh(x):
 def _linear_cross_entropy_count_kernel(
     target_ptr, held_ptr, rows, vocab, ignore_index, factor_at, MEAN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """factor = 1 / (number of rows with a target), or 1. A target out of range fails an assertion here, before any
-    kernel indexes memory by it."""
+    """factor = 1 / (number of rows that are not ignored), or 1. A target out of range fails an assertion here, before
+    any kernel uses it as an index."""
     counts = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
@@ -89,21 +89,21 @@ def _linear_cross_entropy_stats_kernel(
     UNROLL: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Of SPAN vocabulary entries: each row's maximum, the sum of exp(logit - maximum), the sum of logits, and the logit
-    of the target if it is one of them. Each thread keeps its own maxima and sums; the reduction comes once, at the end.
-    """
+    """Writes, over SPAN vocabulary entries, each row's maximum, sum of exp(logit - maximum), sum of logits, and the
+    logit of the target if it is one of them. Each thread keeps its own maxima and sums, which are reduced once, at the
+    end."""
     across = tl.cdiv(rows, BLOCK_R)
     r = tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R)
     span = tl.program_id(0) // across
     end = min(span * SPAN + SPAN, vocab)
-    # The mask is constant within vectors of GROUP rows. The last may read past the last row, which is padding.
+    # The mask is constant within vectors of GROUP rows. The last vector may read past the last row, into padding.
     in_row = (r // GROUP * GROUP < rows)[None, :]
     peak = tl.full([BLOCK_V, BLOCK_R], LOWEST, dtype=tl.float32)
     sums = tl.zeros([BLOCK_V, BLOCK_R], dtype=tl.float32)
     if SMOOTHING:
         totals = tl.zeros([BLOCK_V, BLOCK_R], dtype=tl.float32)
     for start in range(span * SPAN, end, UNROLL * BLOCK_V):
-        # A tuple of tiles, not a three-dimensional tensor: a thread then has the same elements of all tiles.
+        # A tuple of tiles, not a three-dimensional tensor, so that a thread holds the same elements of all tiles.
         tiles = ()
         higher = peak
         for i in tl.static_range(UNROLL):
@@ -157,8 +157,8 @@ def _linear_cross_entropy_loss_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Combines the parts: loss of each row, and its lse as two numbers, the maximum and 1 / Σ exp(logit - maximum). In
-    one number lse would lose digits where the maximum is large and the sum is close to 1.
+    """Combines the parts to the loss of each row and its lse. lse is stored as two values, the maximum and
+    1 / Σ exp(logit - maximum): a single one would lose digits if the maximum is large and the sum is close to 1.
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     peak = tl.full([BLOCK_P, BLOCK_R], LOWEST, dtype=tl.float32)
@@ -186,19 +186,19 @@ def _linear_cross_entropy_loss_kernel(
     loss = below + log_sum + z_loss * lse * lse
     lse_ptr = held_ptr + lse_at
     tl.store(lse_ptr + r, highest, mask=r < rows)
-    # Correctly rounded: with equal logits every probability has the same error, and they must sum to 1.
+    # Correctly rounded: with equal logits every probability has the same error, and their sum must be 1.
     tl.store(lse_ptr + rows + r, tl.div_rn(tl.full([BLOCK_R], 1.0, dtype=tl.float32), total), mask=r < rows)
     tl.store(loss_ptr + loss_at + r, tl.where(target == ignore_index, 0.0, loss), mask=r < rows)
 
 
 @triton.jit
 def _linear_cross_entropy_sum_kernel(held_ptr, loss_ptr, rows, loss_at, factor_at, BLOCK: tl.constexpr):
-    """The loss of all rows, in a fixed order."""
+    """Sums the losses of all rows, in a fixed order."""
     sums = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
         sums += tl.load(held_ptr + loss_at + row, mask=row < rows, other=0.0)
-    # Without a single target this is 0 · inf = nan, as in PyTorch.
+    # If all rows are ignored, this is 0 · inf = nan, as in PyTorch.
     tl.store(loss_ptr, tl.sum(sums) * tl.load(held_ptr + factor_at))
 
 
@@ -231,9 +231,9 @@ def _linear_cross_entropy_grad_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """z becomes its gradient, in place: (softmax · (1 + 2 · z_loss · lse) − target distribution) · factor · dloss.
+    """Replaces z by its gradient in place: (softmax · (1 + 2 · z_loss · lse) − target distribution) · factor · dloss.
 
-    dbias [tiles of rows, vocab] gets the sum over each tile's rows, before rounding.
+    dbias [tiles of rows, vocab] receives the sum over each tile's rows, before rounding.
     """
     across = tl.cdiv(rows, BLOCK_R)
     r = tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -249,7 +249,7 @@ def _linear_cross_entropy_grad_kernel(
     weight = tl.where(target == ignore_index, 0.0, weight)
     hit = (target - first).to(tl.int32)
 
-    # The division shows the compiler that the offset is a multiple of GROUP, for vector accesses.
+    # The division lets the compiler infer that the offset is a multiple of GROUP, for vector accesses.
     ptrs = z_ptr + z_at // GROUP * GROUP + v.to(tl.int64)[:, None] * stride_zv + r[None, :]
     mask = (v < vocab)[:, None] & (r // GROUP * GROUP < rows)[None, :]
     z = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -310,9 +310,9 @@ def _linear_cross_entropy_scale_kernel(
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Three gradients times dloss, in place; it reads nothing but dloss where that is 1, as after loss.backward().
+    """Multiplies three gradients by dloss in place. If dloss is 1, as after loss.backward(), it reads nothing else.
 
-    The first CTAs have spans of dhidden, the next of dweight, the last of dbias."""
+    The first CTAs process spans of dhidden, the next spans of dweight, the last spans of dbias."""
     dloss = tl.load(dloss_ptr).to(tl.float32)
     if dloss != 1:
         span = tl.program_id(0)

@@ -22,7 +22,8 @@ from .problem import Problem
 
 
 def count_launch(p: Problem) -> Launch:
-    """Writes the factor of the mean, given (target, held). A target out of range is a device-side assertion."""
+    """The launch that writes the factor of the mean, given (target, held). A target out of range fails a device-side
+    assertion."""
     return Launch(
         _linear_cross_entropy_count_kernel,
         (1,),
@@ -31,12 +32,12 @@ def count_launch(p: Problem) -> Launch:
         MEAN=p.loss.reduction == "mean",
         BLOCK=1024,
         num_warps=4,
-        debug=True,  # else Triton leaves the assertion out
+        debug=True,  # otherwise Triton omits the assertion
     )
 
 
 def sum_launch(p: Problem) -> Launch:
-    """Writes the sum or the mean of the losses of all rows, given (held, loss)."""
+    """The launch that writes the sum or the mean of the losses of all rows, given (held, loss)."""
     held = p.held
     return Launch(
         _linear_cross_entropy_sum_kernel,
@@ -58,8 +59,8 @@ def stats_launch(
     size: int,
     stride: int,
 ) -> Launch:
-    """Writes the stats of `size` vocabulary entries from `first` on, given (z, target, stats). `filled`: parts of the
-    stats written by earlier launches."""
+    """The launch that writes the statistics of `size` vocabulary entries from `first` on, given (z, target, stats).
+    `filled`: number of parts that earlier launches have written."""
     start = filled * chunk.count
     sum_at, total_at, hit_at = stats.offsets
     programs = triton.cdiv(size, config.span) * triton.cdiv(chunk.count, config.block_r)
@@ -81,8 +82,8 @@ def stats_launch(
 
 
 def loss_launch(p: Problem, chunk: Chunk, stats: Stats, parts: int) -> Launch:
-    """Writes lse and loss of a chunk's rows, given (stats, target, held, losses)."""
-    # Of many parts, tiles of fewer rows: more CTAs, which go through the parts in fewer steps.
+    """The launch that writes lse and loss of a chunk's rows, given (stats, target, held, losses)."""
+    # With many parts, tiles have fewer rows: more CTAs, which loop over the parts in fewer iterations.
     block_p, block_r = (32, 32) if parts <= 64 else (64, 16)
     loss_at = (0 if p.loss.reduction == "none" else p.held.loss_at) + chunk.start
     offsets = (chunk.start, *stats.offsets, 2 * chunk.start, loss_at)
@@ -102,8 +103,8 @@ def loss_launch(p: Problem, chunk: Chunk, stats: Stats, parts: int) -> Launch:
 def grad_launch(
     p: Problem, chunk: Chunk, first: int, size: int, stride: int, z_at: int, dloss_stride: int | None, dbias: bool
 ) -> tuple[Launch, int]:
-    """Replaces the logits of `size` vocabulary entries from `first` on by their gradient, given (z, target, held,
-    dloss, partial sums of bias's gradient). Also returns the number of these partial sums."""
+    """The launch that replaces the logits of `size` vocabulary entries from `first` on by their gradient, given (z,
+    target, held, dloss, partial sums of bias's gradient), and the number of these partial sums."""
     config = configs.pick_tile_config(chunk.count, size, p.dtype, p.capability)
     tiles = triton.cdiv(chunk.count, config.block_r)
     offsets = (z_at, chunk.start, 2 * chunk.start, p.held.factor_at)
@@ -127,7 +128,7 @@ def grad_launch(
 
 
 def move_launch(p: Problem, chunk: Chunk, entries: slice, stride: int, stride_to: int) -> Launch:
-    """Copies a chunk's gradient of some vocabulary entries, given (from, to)."""
+    """The launch that copies the logits' gradient of a chunk and some vocabulary entries, given (from, to)."""
     size, start = entries.stop - entries.start, entries.start * stride
     config = configs.pick_tile_config(chunk.count, size, p.dtype, p.capability)
     return Launch(
@@ -143,8 +144,9 @@ def move_launch(p: Problem, chunk: Chunk, entries: slice, stride: int, stride_to
 
 
 def scale_launch(device: torch.device, *grads: Optional) -> Launch | None:
-    """Multiplies gradients like these in place, given (dloss, hidden's, weight's, bias's). None if they are empty."""
-    # So few CTAs that a launch that does nothing takes microseconds; so many that the last wave is short.
+    """The launch that multiplies gradients like these in place, given (dloss, gradients of hidden, weight, bias). None
+    if they are empty."""
+    # Few enough CTAs that a launch with dloss = 1 takes microseconds, many enough that the last wave is short.
     block, span = 4096, 65536
     sizes = tuple(0 if grad is None else grad.numel() for grad in grads)
     programs = sum(triton.cdiv(size, span) for size in sizes)

@@ -11,14 +11,14 @@ Optional = torch.Tensor | None
 
 @dataclass(frozen=True)
 class View:
-    """Part of a matrix: its size, strides and offset. With `size` None it is the matrix itself."""
+    """A part of a matrix: its size, strides and offset. If `size` is None it is the whole matrix."""
 
     size: tuple[int, ...] | None
     stride: tuple[int, ...] = ()
     start: int = 0
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """That part of a tensor."""
+        """The view of that part of a tensor."""
         if self.size is None:
             return tensor
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.start)
@@ -30,7 +30,7 @@ WHOLE = View(None)
 def part_of(
     shape: tuple[int, ...], stride: tuple[int, ...], rows: slice, columns: slice, transposed: bool = False
 ) -> View:
-    """matrix[rows, columns] of a matrix of those strides, which belongs to a tensor of that shape."""
+    """The view matrix[rows, columns]. The matrix, with these strides, is a flattened tensor of this shape."""
     size, start = (
         (rows.stop - rows.start, columns.stop - columns.start),
         rows.start * stride[0] + columns.start * stride[1],
@@ -43,14 +43,14 @@ def part_of(
 def operands(
     hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Optional
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Optional]:
-    """hidden [N, H] and weight [V, H] as cuBLAS reads them, target [N] and bias [V] contiguous: in place where strides
-    allow it, otherwise copies."""
+    """hidden [N, H] and weight [V, H] as cuBLAS reads them, target [N] and bias [V] contiguous. Each is a view where
+    strides allow it, otherwise a copy."""
     flat = operand(hidden.reshape(-1, hidden.shape[-1]))
     return flat, operand(weight), target.reshape(-1).contiguous(), None if bias is None else bias.contiguous()
 
 
 def operand(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix itself where cuBLAS can read it by a leading dimension, transposed or not; otherwise a copy."""
+    """The matrix itself if cuBLAS can read it with a leading dimension, transposed or not; otherwise a copy."""
     for size, (inner, outer) in zip(matrix.shape[::-1], (matrix.stride()[::-1], matrix.stride()), strict=True):
         if inner == 1 and outer >= max(1, size):
             return matrix
@@ -58,13 +58,13 @@ def operand(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def copied(given: tuple[Optional, ...], used: tuple[Optional, ...]) -> bool:
-    """Whether any of the operands that are used is a copy of the one that was given."""
+    """Whether any operand in `used` is a copy of the one in `given`."""
     pairs = [(a, b) for a, b in zip(given, used, strict=True) if a is not None and b is not None]
     return any(a.untyped_storage()._cdata != b.untyped_storage()._cdata for a, b in pairs)
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a contiguous tensor."""
+    """The strides of a contiguous tensor of this shape."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -73,10 +73,10 @@ def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def group(stride: int, *starts: int) -> int:
-    """Rows of an aligned vector access, 8 or 1: a kernel rounds the number of rows up to a multiple of it.
+    """Rows per aligned vector access, 8 or 1. A kernel rounds the number of rows up to a multiple of it.
 
-    With strides and offsets that are multiples of it, what is accessed past the last row is padding, or a column that
-    is written only afterwards.
+    Strides and offsets are multiples of it. So the elements accessed past the last row are padding, or columns that are
+    written only afterwards.
     """
     return 8 if stride % 8 == 0 and all(start % 8 == 0 for start in starts) else 1
 
@@ -91,7 +91,7 @@ class Held:
 
     @classmethod
     def of(cls, rows: int, returned: bool) -> Held:
-        """`returned`: the losses of the rows are a result of their own."""
+        """The offsets for that many rows. `returned`: the losses of the rows are a separate result, not in `held`."""
         loss_at = -(-2 * rows // 16) * 16
         factor_at = loss_at + (0 if returned else rows)
         return cls(loss_at, factor_at, factor_at + 1)
@@ -107,8 +107,8 @@ class Stats:
 
     @property
     def offsets(self) -> tuple[int, int, int]:
-        """Where the sums of exponentials, the sums of logits and the logits at the targets begin."""
-        plane = -(-self.parts * self.rows // 16) * 16  # stores of vectors stay aligned
+        """The offsets of the sums of exponentials, the sums of logits and the logits at the targets."""
+        plane = -(-self.parts * self.rows // 16) * 16  # keeps vector stores aligned
         return plane, 2 * plane, (3 if self.smoothing else 2) * plane
 
     @property

@@ -1,5 +1,5 @@
-"""The ops of torch.library, through which compiled, exported, transformed and subclassed calls go, and the gradients
-that eager calls share with them."""
+"""The ops of torch.library, which serve compiled, exported and transformed calls and tensor subclasses, and the
+gradients, which eager calls use too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .loss import Loss
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
 _INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias"
-# The fields of `Loss` in their order.
+# The fields of `Loss` in the same order, in the schema language of torch.library.
 _LOSS = (
     "int ignore_index, float label_smoothing, float? softcap, float z_loss, str reduction, int? scratch_bytes, "
     "str backend"
@@ -28,7 +28,7 @@ _OPTIONS = len(Loss._fields)
 
 
 def _given(like: torch.Tensor, grads: Sequence[Optional]) -> tuple[torch.Tensor, ...]:
-    """An op returns tensors: an empty one for what is not wanted."""
+    """The gradients, with an empty tensor for each that is None, as an op must return tensors."""
     return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -62,7 +62,7 @@ def _(hidden, weight, target, bias, *loss):
     schema=f"({_INPUTS}, {_LOSS}, {_NEEDS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def ready_op(hidden, weight, target, bias, *options):
-    """The loss, and the gradients of hidden, weight and bias for an incoming gradient of 1."""
+    """Returns the loss, and the gradients of hidden, weight and bias for an incoming gradient of 1."""
     loss, needs = Loss(*options[:_OPTIONS]), options[_OPTIONS:]
     value, *grads = calls.loss_and_gradients(None, hidden, weight, target, bias, loss, needs)
     return value, *_given(hidden, grads)
@@ -80,7 +80,7 @@ def _(hidden, weight, target, bias, *options):
     schema=f"(Tensor dloss, {_INPUTS}, {_LOSS}, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
 )
 def bwd_op(dloss, hidden, weight, target, bias, *options):
-    """The gradients of hidden, weight and bias, computed from the inputs."""
+    """Returns the gradients of hidden, weight and bias, computed from the inputs."""
     loss, needs = Loss(*options[:_OPTIONS]), options[_OPTIONS:]
     _, *grads = calls.loss_and_gradients(dloss, hidden, weight, target, bias, loss, needs)
     return _given(hidden, grads)
@@ -106,9 +106,9 @@ def _(dloss, dhidden, dweight, dbias):
 def gradients(
     dloss: Optional, saved: Any, loss: Loss, needs: tuple[bool, bool, bool]
 ) -> tuple[Optional, Optional, Optional]:
-    """Those of hidden, weight and bias, None where not needed. `saved` are hidden, weight, target and bias.
+    """The gradients of hidden, weight and bias, None where not needed. `saved` are hidden, weight, target and bias.
 
-    An eager call goes to the plan; what traces, transforms or differentiates it sees an op."""
+    An eager call runs the plan; a call that is traced, transformed or differentiated goes through an op."""
     if dloss is None:
         return None, None, None
     hidden, weight, target, bias = saved
@@ -121,7 +121,7 @@ def gradients(
 
 
 def scaled(dloss: torch.Tensor, ready: Sequence[Optional], scale: Launch | None) -> Sequence[Optional]:
-    """The gradients that the forward computed times dloss, in place. `scale` multiplies such gradients, if any."""
+    """Multiplies the gradients that the forward computed by dloss, in place. `scale` is the launch for them, if any."""
     if lean(dloss, *ready) and not torch.is_grad_enabled():
         if scale is not None:
             scale(dloss, *ready)
@@ -154,7 +154,7 @@ def _ready_backward(ctx, dloss, *_):
         return _backward(ctx, dloss)
     grads, ctx.ready = ctx.ready, None
     if isinstance(dloss, FunctionalTensor):
-        # torch.compile traces this: Inductor decides what is done in place, and fuses the multiplication.
+        # torch.compile traces this branch. Inductor decides what to do in place, and fuses the multiplication.
         grads = [grad * dloss for grad in grads]
     else:
         scale_op(dloss, *grads)

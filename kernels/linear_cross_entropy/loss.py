@@ -15,7 +15,7 @@ _NAME = "linear_cross_entropy"
 
 
 class Loss(NamedTuple):
-    """The options of a call. `scratch_bytes` bounds the memory for logits, `backend` is a version of them."""
+    """The options of a call. `scratch_bytes` bounds the memory for logits; `backend` selects how they are computed."""
 
     ignore_index: int
     label_smoothing: float
@@ -27,7 +27,7 @@ class Loss(NamedTuple):
 
 
 def check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """The errors of the tensors that the docstring of `linear_cross_entropy` names."""
+    """Raises the errors of the tensors that the docstring of `linear_cross_entropy` names."""
     if not isinstance(hidden, torch.Tensor) or hidden.dtype not in FLOATS:
         raise TypeError(f"{_NAME}: hidden must be a tensor of float32, float16 or bfloat16, got {kind(hidden)}")
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
@@ -58,7 +58,7 @@ def check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias
 def check_options(
     label_smoothing: float, softcap: float | None, reduction: str, scratch_bytes: int | None, backend: str
 ) -> None:
-    """The errors of the options that the docstring of `linear_cross_entropy` names."""
+    """Raises the errors of the options that the docstring of `linear_cross_entropy` names."""
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"{_NAME}: label_smoothing must be in [0, 1], got {label_smoothing}")
     if softcap is not None and not softcap > 0:

@@ -1,4 +1,4 @@
-"""The public function: the lean eager call, autograd."""
+"""The public function linear_cross_entropy, and the autograd functions of eager calls."""
 
 from __future__ import annotations
 
@@ -24,38 +24,40 @@ def linear_cross_entropy(
     scratch_bytes: int | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """The cross entropy of a linear layer's output, without its logits in memory.
+    """Computes the cross entropy of a linear layer's output without storing all of the logits.
 
         z    = hidden · weightᵀ + bias                    rounded to their dtype, as a linear layer's output is
-        l    = softcap · tanh(z / softcap)                z itself without a softcap (Gemma 2, arXiv:2408.00118)
+        l    = softcap · tanh(z / softcap)                z itself without a softcap
         lse  = log Σ_v exp(l_v)
         loss = lse − (1 − ε) · l_target − ε · mean_v(l_v) + z_loss · lse²
 
-    with ε = label_smoothing (Szegedy et al. 2016, arXiv:1512.00567) and the z-loss of PaLM (arXiv:2204.02311, section
-    5). Differentiable, once, in hidden, weight and bias. With reduction "mean" or "sum" the gradients are computed in
-    the forward and only scaled in the backward, not even that where the incoming gradient is 1; a second backward
-    through a retained graph, reduction "none" and float16, whose gradients need the scale of the loss to be
-    representable, compute them in the backward. Without gradients wanted none of that is done.
+    with ε = label_smoothing. Differentiable once in hidden, weight and bias. With reduction "mean" or "sum" the forward
+    computes the gradients, and the backward only scales them, unless the incoming gradient is 1. The backward computes
+    them for reduction "none", for a second backward through a retained graph, and for float16, whose gradients need the
+    loss scale to be representable. If no gradient is required, none is computed.
 
     hidden         [..., H], float32, float16 or bfloat16, any strides
     weight         [V, H], dtype of hidden, row- or column-major (otherwise copied)
-    target         [...], int64 or int32, the right entry of each row, in [0, V) or ignore_index
+    target         [...], int64 or int32, the index of each row's correct class, in [0, V), or ignore_index
     bias           [V], dtype of hidden, or None
     ignore_index   rows with this target have loss and gradient 0 and do not count in the mean
     reduction      "mean" over the rows that are not ignored (nan if there are none), "sum" or "none"
-    scratch_bytes  upper bound of the memory for logits. None: 64 MiB for the loss alone; with gradients 640 MiB less
-                   their size, a sixteenth of their size or, if weight needs one, what 1024 entries of all rows
-                   take, whichever is most. If all logits fit, none of them are computed twice.
+    scratch_bytes  upper bound of the memory for logits, in bytes. None: 64 MiB for the loss alone; with gradients the
+                   largest of 640 MiB less the gradients' size, a sixteenth of that size and, if weight needs a
+                   gradient, the logits of 1024 entries of all rows. If all logits fit, none are computed twice.
     backend        how logits are computed: "triton" (cuBLAS and Triton), "cuda" (CUDA C++, compiled by CuPy, on compute
                    capability 9.0: float16 and bfloat16, H and row strides multiples of 8) or "auto", "cuda" where
                    it can run and "triton" elsewhere
 
-    Returns the loss in float32: a scalar, or in shape of target for "none". Under autocast hidden, weight and bias are
-    cast first, like those of a linear layer.
+    Returns the loss in float32: a scalar, or of the shape of target for "none". Under autocast hidden, weight and bias
+    are cast first, like those of a linear layer.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter and for backend="cuda" where it cannot run. A target out of range is a ValueError on
     the CPU and a device-side assertion on a GPU.
+
+    Label smoothing: Szegedy et al. 2016, arXiv:1512.00567. Softcap: Gemma 2, arXiv:2408.00118. z-loss: PaLM,
+    arXiv:2204.02311, section 5.
     """
     if _autocast(hidden):
         dtype = torch.get_autocast_dtype("cuda" if hidden.is_cuda else "cpu")
@@ -81,13 +83,13 @@ def _autocast(hidden) -> bool:
 
 
 def _cast(tensor, dtype: torch.dtype):
-    """What autocast makes of a linear layer's operand. What is no such thing is left for the checks to reject."""
+    """Casts an operand as autocast casts a linear layer's. Anything else is returned for the checks to reject."""
     known = isinstance(tensor, torch.Tensor) and tensor.dtype in FLOATS and (tensor.is_cuda or tensor.is_cpu)
     return tensor.to(dtype) if known else tensor
 
 
 def _through_library(hidden, weight, target, bias, loss: Loss) -> torch.Tensor:
-    """A call that is traced or transformed, or whose tensors are not plain ones."""
+    """Runs the call through torch.library: for calls that are traced or transformed, and for tensor subclasses."""
     check(hidden, weight, target, bias)
     no_tangent("linear_cross_entropy", hidden, weight, bias)
     check_options(loss.label_smoothing, loss.softcap, loss.reduction, loss.scratch_bytes, loss.backend)
@@ -99,8 +101,8 @@ def _through_library(hidden, weight, target, bias, loss: Loss) -> torch.Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
-    differentiated."""
+    """The autograd function of eager calls whose backward computes the gradients. The backward goes through
+    torch.library where it is traced, transformed or itself differentiated."""
 
     @staticmethod
     def forward(ctx, hidden, weight, target, bias, plan):
@@ -117,7 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _ReadyGradients(torch.autograd.Function):
-    """The same where the forward computes the gradients as well."""
+    """The autograd function of eager calls whose forward computes the gradients."""
 
     @staticmethod
     def forward(ctx, hidden, weight, target, bias, plan):
@@ -132,7 +134,7 @@ class _ReadyGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss):
         ready = ctx.ready
-        if ready is None or dloss is None or torch.is_grad_enabled():  # if it is to be differentiated once more
+        if ready is None or dloss is None or torch.is_grad_enabled():  # enabled: the backward is to be differentiated
             return _LinearCrossEntropy.backward(ctx, dloss)
         ctx.ready = None
         hidden, weight, bias = library.scaled(dloss, ready, ctx.scale)
@@ -141,6 +143,6 @@ class _ReadyGradients(torch.autograd.Function):
         return hidden, weight, None, bias, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has ruled functorch out.
+# Skips torch.autograd.Function.apply, which only adds the functorch checks: `lean` has excluded functorch.
 _apply = super(torch.autograd.Function, _LinearCrossEntropy).apply
 _apply_ready = super(torch.autograd.Function, _ReadyGradients).apply

@@ -1,23 +1,23 @@
-"""Launch plans of linear_cross_entropy: the sequence of matrix products and kernels, and where the logits are stored.
-All of that is fixed by the key of a call; a call only allocates and launches.
+"""Launch plans of linear_cross_entropy: the sequence of GEMMs and kernels, and where the logits are stored. The cache
+key of a call determines the plan; a call only allocates and launches.
 
-The logits zᵀ are needed twice: for the sum of exponentials of a row, then to be replaced by their gradient. The
-gradient is needed twice too: summed over the vocabulary for hidden's, over rows for weight's. For N rows these are V·N
-elements, more than memory should hold. So there are two passes:
+The logits zᵀ are needed twice: for the sum of exponentials of a row, then for their gradient, which replaces them. That
+gradient is also needed twice: the gradient of hidden sums it over the vocabulary, that of weight over the rows. For N
+rows these are V·N elements, more than memory should hold. So there are two passes:
 
   1  For each chunk of at most H rows: the logits zᵀ [V, H] are computed *in the memory of the weight's gradient*, also
      [V, H] and not written yet, and replaced by their gradient. One GEMM over the whole vocabulary gives hidden's
      gradient.
-  2  The gradient of the last chunk is still there. For each slice of the vocabulary: the logits of the other chunks are
-     computed again into a workspace [slice, N] and replaced by their gradient, that of the last chunk is copied there,
-     and the GEMM with hidden, over all rows, overwrites this slice of the weight's gradient.
+  2  The logits' gradient of the last chunk is still there. For each slice of the vocabulary: the logits of the other
+     chunks are computed again into a workspace [slice, N] and replaced by their gradient. The gradient of the last
+     chunk is copied there. Then the GEMM with hidden, over all rows, overwrites this slice of the weight's gradient.
 
 Of N rows, the logits of N - H are computed twice (of fewer, if there is memory for a spare chunk). Each gradient is the
-result of one GEMM with fp32 accumulation. Repeated GEMMs have the same shape, so that cuBLAS computes the same
-values: else a softmax of 1 might become e to the difference of two roundings.
+result of one GEMM with fp32 accumulation. Repeated GEMMs have the same shape, so that cuBLAS computes the same values:
+otherwise a softmax of 1 could become exp(difference of two roundings).
 
-On Hopper logits.cu computes the logits. In pass 1 its epilogue also computes their statistics, and the loss alone needs
-nothing else; in pass 2 it computes their gradient. Its results do not depend on the shape.
+On Hopper logits.cu computes the logits. In pass 1 its epilogue also computes their statistics; the loss alone needs
+nothing else. In pass 2 its epilogue computes their gradient. Its results do not depend on the shape.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ LossPlan = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Optional], torch.
 GradientPlan = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, Optional, Optional], tuple[torch.Tensor, Optional, Optional, Optional]
 ]
-# (hidden, weight, bias, target, z, stats): computes logits and fills the stats of a chunk
+# (hidden, weight, bias, target, z, stats): computes the logits of a chunk and writes their statistics to stats
 Measure = Callable[..., None]
-# (hidden, weight, bias, target, dweight, spare, held, dloss, g): gradients of a slice's logits into g
+# (hidden, weight, bias, target, dweight, spare, held, dloss, g): writes the gradient of a slice's logits to g
 Fill = Callable[..., None]
 FP32 = torch.float32
 
 
 def _in_cuda(p: Problem) -> bool:
-    """Whether logits.cu computes the logits. RuntimeError where that is asked for and cannot be."""
+    """Whether logits.cu computes the logits. Raises RuntimeError if it is requested and cannot run."""
     reason = logits.unsupported_reason(p) if p.loss.backend != "triton" else None
     if reason and p.loss.backend == "cuda":
         raise RuntimeError(f'linear_cross_entropy: backend="cuda" cannot run here: {reason}')
@@ -85,8 +85,8 @@ def loss_plan(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, 
 
 
 def _loss_step(p: Problem, chunk: Chunk, config: Config, slab: Slab | None) -> tuple[int, Measure, Launch]:
-    """For the loss of a chunk: the size of the stats buffer, what fills it, the loss launch. `slab`: where a slice of
-    its logits is, None where logits.cu keeps none."""
+    """(size of the stats buffer, function that fills it, loss launch) of a chunk. `slab` holds a slice of its logits;
+    None if logits.cu computes them, which stores no logits."""
     if slab is None:
         stats = logits.stats_of(p, chunk)
         return stats.size, logits.stats_launch(p, chunk, stats), loss_launch(p, chunk, stats, stats.parts)
@@ -104,7 +104,8 @@ def _loss_step(p: Problem, chunk: Chunk, config: Config, slab: Slab | None) -> t
 
 
 def _measure(rows: View, parts: list[tuple[list[Product], Launch]]) -> Measure:
-    """Of each part the GEMMs of its logits, then the launch that gathers their stats. `rows`: the view of hidden."""
+    """Returns a function that runs, for each part, the GEMMs of its logits and then the launch that computes their
+    statistics. `rows`: the view of hidden."""
 
     def run(hidden, weight, bias, target, z, stats) -> None:
         hidden_t = rows.of(hidden)
@@ -117,7 +118,7 @@ def _measure(rows: View, parts: list[tuple[list[Product], Launch]]) -> Measure:
 
 
 class _Result:
-    """Where the losses of the rows are stored, and their reduction."""
+    """The storage of the losses of the rows, and their reduction."""
 
     def __init__(self, p: Problem, target: torch.Tensor) -> None:
         self._device, self._size = p.device, p.held.size
@@ -128,7 +129,7 @@ class _Result:
             self._sum = sum_launch(p)
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`held`, and where the loss of each row is written."""
+        """(`held`, the buffer for the loss of each row)."""
         held = torch.empty_strided((self._size,), (1,), dtype=FP32, device=self._device)
         if self._shape is None:
             return held, held
@@ -145,7 +146,7 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Step:
-    """Pass 1 of a chunk. Its logits, then their gradient, are in the weight's gradient or in the spare slab."""
+    """Pass 1 of a chunk. The weight's gradient or the spare slab is the memory of its logits, then their gradient."""
 
     in_gradient: bool
     measure: Measure
@@ -159,8 +160,8 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Pass 2 of a slice of the vocabulary: what fills in the gradient of each chunk's logits, a copy or a second
-    computation; then the product for weight's gradient."""
+    """Pass 2 of a slice of the vocabulary: for each chunk the gradient of its logits, copied or computed again; then
+    the GEMM of weight's gradient."""
 
     parts: list[Fill]
     gradient: View
@@ -177,7 +178,8 @@ def gradient_plan(
     needs: tuple[bool, bool, bool],
 ) -> GradientPlan:
     """Returns a function from (hidden, weight, target, bias, dloss) like these to the loss and the gradients of hidden
-    and weight, in their dtype, and of bias in fp32; None where not needed. `dloss`: of the loss, None for 1."""
+    and weight, in their dtype, and of bias in fp32; None where not needed. `dloss`: the incoming gradient, None for 1.
+    """
     p = Problem.of(hidden, weight, target, bias, loss)
     config = configs.pick_config(p.rows, p.dim, p.vocab, p.dtype, needs[1], loss.scratch_bytes)
     chunks = list(config.chunks(p.rows))
@@ -229,7 +231,7 @@ def gradient_plan(
 
 
 def _first_pass(step, p, z, hidden, weight, target, bias, dloss, held, losses, dhidden, dbias) -> Optional:
-    """Pass 1 for one chunk. Returns the gradient of bias so far."""
+    """Runs pass 1 for one chunk. Returns the gradient of bias so far."""
     stats = torch.empty_strided((step.stats_size,), (1,), dtype=FP32, device=p.device)
     step.measure(hidden, weight, bias, target, z, stats)
     step.loss(stats, target, held, losses)
@@ -247,7 +249,7 @@ def _first_pass(step, p, z, hidden, weight, target, bias, dloss, held, losses, d
 
 
 def _second_pass(slices, g, spare, whole, hidden, weight, target, bias, dloss, held, dweight) -> None:
-    """Pass 2. The gradient of the last chunk's logits is in `dweight`."""
+    """Runs pass 2. The gradient of the last chunk's logits is in `dweight`."""
     rows = whole.of(hidden)
     for part in slices:
         for fill in part.parts:
@@ -283,7 +285,7 @@ def _step(
 
 
 def _measured(p: Problem, chunk: Chunk, config: Config, z: Slab) -> tuple[Stats, Measure]:
-    """What computes all logits of a chunk, which stay in z, and their stats."""
+    """(offsets of the stats, function that computes all logits of a chunk into z, and their statistics)."""
     if _in_cuda(p):
         stats = logits.stats_of(p, chunk)
         return stats, logits.stats_launch(p, chunk, stats, z.shape[1])
@@ -334,8 +336,8 @@ def _hidden_t(p: Problem, chunk: Chunk) -> View:
 
 
 def _slab_of(p: Problem, slab: Slab) -> Callable[[], torch.Tensor]:
-    """Allocates that memory. On a CPU with AMX, oneDNN multiplies the padding after a row of fp16 by 0, so it must not
-    be NaN: hence zeros."""
+    """Returns a function that allocates the slab. On a CPU with AMX, oneDNN multiplies the padding after a row of fp16
+    by 0. The padding must not be NaN, so the slab is zeroed there."""
     shape, dtype, device = slab.shape, p.dtype, p.device
     if device.type != "cuda":
         return lambda: torch.zeros(shape, dtype=dtype, device=device)
@@ -343,8 +345,8 @@ def _slab_of(p: Problem, slab: Slab) -> Callable[[], torch.Tensor]:
 
 
 def _incoming(dloss: Optional) -> tuple[int | None, bool]:
-    """(stride, copied) of an incoming gradient. Stride between rows, 0 for a scalar, None without a gradient; whether
-    it has to be copied."""
+    """(stride, copied) of an incoming gradient: the stride between rows, 0 for a scalar, None without a gradient;
+    whether it must be copied."""
     if dloss is None:
         return None, False
     if dloss.dim() == 0:

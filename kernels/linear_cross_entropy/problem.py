@@ -1,4 +1,4 @@
-"""The sizes and strides that a plan depends on, and its matrix products."""
+"""The sizes and strides that a plan depends on, and its GEMMs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .loss import Loss
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes, and the strides of the matrices as they are read. `aligned`: they begin at 16-byte boundaries. `wide`:
-    targets have 64 bits. `bounds`: (vocab, ignore_index) to check targets against, only on the CPU, where reading them
+    """Sizes, and the strides of the matrices as they are read. `aligned`: they begin on 16-byte boundaries. `wide`:
+    targets are int64. `bounds`: (vocab, ignore_index) to check targets against, on the CPU only, where reading them
     needs no synchronisation."""
 
     rows: int
@@ -36,7 +36,7 @@ class Problem:
     def of(
         cls, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Optional, loss: Loss
     ) -> Problem:
-        """From arguments as `loss.check` has checked them."""
+        """The problem of a call. `loss.check` must have accepted the arguments."""
         used = operands(hidden, weight, target, bias)
         moved, (flat, matrix) = copied((hidden, weight, target, bias), used), used[:2]
         return cls(
@@ -61,7 +61,7 @@ class Problem:
         return Held.of(self.rows, self.loss.reduction == "none")
 
     def slices(self, size: int) -> Iterator[slice]:
-        """The vocabulary, `size` entries at a time."""
+        """Yields the slices of the vocabulary, `size` entries each."""
         for first in range(0, self.vocab, size):
             yield slice(first, min(first + size, self.vocab))
 
@@ -82,7 +82,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class Product:
-    """The product zᵀ of some vocabulary entries and rows, rounded once, as the output of a linear layer is."""
+    """The GEMM that computes zᵀ of some vocabulary entries and rows, rounded once, as the output of a linear layer."""
 
     weight: View
     bias: View | None

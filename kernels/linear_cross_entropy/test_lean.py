@@ -1,4 +1,4 @@
-"""The eager path against that through torch.library, and what a kept plan must not mix up."""
+"""The eager path compared with that through torch.library, and the keys of cached plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS = (
 
 
 class Passing(TorchDispatchMode):
-    """Changes nothing, and is enough for a call to be traced."""
+    """A dispatch mode that changes nothing, but sends a call through torch.library."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -52,7 +52,7 @@ def test_both_paths_give_the_same_bits(options, dtype):
     hidden, weight, target = problem(dtype=dtype, grad=False)
     for bias in biases(50, dtype):
         mine = results(hidden, weight, target, bias, **options)
-        same(results(hidden, weight, target, bias, **options), mine)  # from the kept plan
+        same(results(hidden, weight, target, bias, **options), mine)  # from the cached plan
         with Passing():
             other = results(hidden, weight, target, bias, **options)
             alone = linear_cross_entropy(hidden, weight, target, bias=bias, **options)
@@ -69,7 +69,7 @@ def test_no_op_is_called_by_an_eager_call(monkeypatch):
 
 
 def layouts(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor):
-    """The same values, addressed otherwise."""
+    """The same values with other strides and offsets."""
     (rows, dim), vocab = hidden.shape, weight.shape[0]
     for offset, extra in itertools.product((0, 1, 4), (0, 1, 4)):
         room = torch.full((offset + rows * (dim + extra),), torch.nan, device=DEVICE)
@@ -85,7 +85,7 @@ def layouts(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor):
 
 @pytest.mark.parametrize(("scratch", "reduction"), [(0, "mean"), (None, "none")])
 def test_plans_are_not_mixed_up(scratch, reduction):
-    """Tensors of other alignment, stride, dtype and shape, all called in turn and then again."""
+    """Tensors of different alignments, strides, dtypes and shapes, all called in sequence, twice."""
     given = problem(grad=False)
     options = dict(scratch_bytes=scratch, reduction=reduction)
     expected = results(*given, **options)
@@ -127,7 +127,7 @@ def test_a_number_that_is_a_tensor_is_read_at_each_call():
 
 
 def test_a_plan_holds_no_tensor_of_its_call():
-    """Else it would keep a batch alive for as long as it is kept."""
+    """A cached plan that held a tensor would keep a batch's memory allocated."""
     import gc
     import weakref
 
@@ -152,7 +152,7 @@ def test_the_number_of_plans_is_bounded(monkeypatch):
 
 @pytest.fixture
 def one_at_a_time(monkeypatch):
-    """Triton's interpreter is not made for threads: there the launches wait for each other."""
+    """Serialises the launches in Triton's interpreter, which is not thread-safe."""
     if DEVICE == "cpu":
         lock, original = threading.Lock(), launch.Launch.__call__
 
@@ -187,7 +187,7 @@ def test_a_loss_that_is_not_used_has_no_gradient(reduction):
     used = linear_cross_entropy(hidden, weight, target, reduction=reduction)
 
     class Nothing(torch.autograd.Function):
-        """Gives an undefined gradient."""
+        """Returns an undefined gradient (None)."""
 
         @staticmethod
         def forward(ctx, x):

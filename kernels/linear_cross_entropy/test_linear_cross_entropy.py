@@ -1,4 +1,4 @@
-"""What is special to linear_cross_entropy; `tests/test_specs.py` checks the rest from SPEC."""
+"""Tests specific to linear_cross_entropy; `tests/test_specs.py` checks the rest from SPEC."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_equals_pytorch(scratch):
 
 
 def test_rows_with_a_workspace_of_their_own_and_rows_in_the_gradient_together():
-    """Both are copied for the weight's gradient, from buffers with different strides."""
+    """The logits' gradients of both are copied for the weight's gradient, from buffers with different strides."""
     rows, dim, vocab, scratch = 200, 64, 5000, 4_900_000
     config = configs.pick_config(rows, dim, vocab, torch.float32, True, scratch)
     assert [(c.start, c.stop, c.spare, c.kept) for c in config.chunks(rows)] == [
@@ -67,7 +67,7 @@ def test_a_retained_graph_gives_the_same_again_and_what_was_handed_out_stays(red
 
 
 def test_products_are_only_those_that_are_needed(monkeypatch):
-    """In units of one GEMM over all rows: rows are twice as many as dim, so half of the logits come twice."""
+    """Counts in units of one GEMM over all rows. rows is twice dim, so half of the logits are computed twice."""
     flops = []
     product = torch.mm
 
@@ -102,7 +102,7 @@ def test_products_are_only_those_that_are_needed(monkeypatch):
 
 
 def test_an_incoming_gradient_of_one_changes_nothing():
-    """Of each of the gradients; one that is not wanted, or empty, is passed over."""
+    """For each of the gradients. A gradient that is not needed, or is empty, is skipped."""
     for sizes in ((70_001, 9, 131_073), (None, 70_001, None), (5, None, 7), (0, 3, 0)):
         grads = [None if n is None else torch.randn(n, device=DEVICE) for n in sizes]
         before = [None if g is None else g.clone() for g in grads]
@@ -114,7 +114,7 @@ def test_an_incoming_gradient_of_one_changes_nothing():
 
 
 def test_half_precision_gradients_survive_a_loss_scale():
-    """Of a mean over many rows they are too small for float16 unless the loss is scaled first."""
+    """The gradients of a mean over many rows underflow in float16 unless the loss is scaled first."""
     hidden, weight, target = problem(60, 8, 700, torch.float16)
     weight.data.mul_(0.01)
     loss = linear_cross_entropy(hidden, weight, target) * 2.0**15
@@ -184,7 +184,7 @@ def test_a_gradient_that_the_forward_has_is_not_computed_again_behind_torch_libr
         mine = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     other = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight), target), (hidden, weight))
     equal(mine, other)
-    equal(torch.autograd.grad(loss, (hidden, weight)), other)  # they can be used once
+    equal(torch.autograd.grad(loss, (hidden, weight)), other)  # the forward's gradients can be used only once
 
 
 @pytest.mark.parametrize("parts, rows", [(1, 16), (3, 5), (7, 48)])
@@ -266,7 +266,7 @@ def test_a_target_out_of_range_is_an_error(wrong):
 
 @pytest.mark.gpu
 def test_a_target_out_of_range_is_an_assertion_of_the_gpu():
-    """In a process of its own, for it takes the context with it."""
+    """Runs in a separate process, because the assertion destroys the CUDA context."""
     package = __package__
     code = f"""
 import torch, importlib
@@ -305,7 +305,7 @@ def test_peak_memory(scratch):
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements():
-    """Offsets are 64 bits wide: the last vocabulary entries of the weight's gradient lie past what 32 reach."""
+    """Offsets are 64 bits wide: the weight's gradient has entries out of reach of 32-bit offsets."""
     rows, dim, vocab = 200, 8192, 2**31 // 8192 + 3
     hidden = torch.randn(rows, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocab, dim, device="cuda", dtype=torch.bfloat16).mul_(dim**-0.5).requires_grad_()

@@ -1,4 +1,4 @@
-"""The logits for Hopper (sm90/): which problems are supported, that it compiles, and on a GPU that they are right."""
+"""The logits for Hopper (sm90/): which problems are supported, that it compiles, and on a GPU that it is correct."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def compiler() -> None:
 
 
 def on_hopper(hidden: torch.Tensor, weight: torch.Tensor) -> str | None:
-    """Why these cannot be multiplied if they were on a Hopper."""
+    """`unsupported_reason` of these operands, as if they were on a Hopper GPU."""
     target = torch.zeros(hidden.shape[:-1], dtype=torch.int64)
     p = Problem.of(hidden, weight, target, None, PLAIN)
     return logits.unsupported_reason(dataclasses.replace(p, device=torch.device("cuda:0"), capability=(9, 0)))
 
 
 def test_what_it_takes() -> None:
-    """No GPU is asked: capability, dtype and layout alone decide, and last whether there is a compiler."""
+    """No GPU is needed: capability, dtype and layout decide, and then whether there is a compiler."""
     hidden, weight = torch.randn(4, 9, 64).half(), torch.randn(70, 64).half()
     missing = cuda_driver.no_compiler()
     p = Problem.of(hidden, weight, torch.zeros(4, 9, dtype=torch.int32), None, PLAIN)
@@ -69,7 +69,7 @@ def test_backend_is_checked() -> None:
     target = torch.tensor([0, 1, 2, -100], device=device)
     with pytest.raises(ValueError, match="backend must be one of auto, triton, cuda, got 'ptx'"):
         linear_cross_entropy(hidden, weight, target, backend="ptx")
-    # float32, which it never takes
+    # float32 is never supported
     reason = "float16 and bfloat16" if device == "cuda" else "a GPU of compute capability"
     with pytest.raises(RuntimeError, match=f'backend="cuda" cannot run here: it (needs|supports) {reason}'):
         linear_cross_entropy(hidden, weight, target, backend="cuda")
@@ -92,7 +92,8 @@ def test_it_compiles_and_does_not_spill(rows: int, epilogue: int, softcap: int, 
     usage = sass.inspect(code, "linear_cross_entropy_logits")
     assert usage.spills == 0 and usage.stack == 0
     assert usage.early_arrivals == 0 and usage.early_own_reads == {}
-    # Those of a step, of both halves of a tile; one wait a step, and the last: ptxas has let them run on.
+    # The wgmmas of a K-block, for both halves of a tile; one wait per K-block, and a last one. So ptxas did not
+    # serialise them.
     assert usage.mma == {"HGMMA": 8} and usage.wgmma_waits == 2
     assert ("STG.64" in usage.stores) == (epilogue != logits.STATS)
 
@@ -117,18 +118,18 @@ def test_a_part_of_the_statistics_is_a_tile() -> None:
     assert logits.stats_of(p, chunk) == Stats(3, 192, False)
     smooth = dataclasses.replace(p, loss=PLAIN._replace(label_smoothing=0.1))
     assert logits.stats_of(smooth, chunk) == Stats(3, 192, True)
-    assert logits.stats_of(dataclasses.replace(smooth, vocab=321), chunk).parts == 3  # of 160
+    assert logits.stats_of(dataclasses.replace(smooth, vocab=321), chunk).parts == 3  # tiles of 160 columns
 
 
 def numbers(address: int, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...]) -> torch.Tensor:
-    """A tensor over memory of this process."""
+    """A tensor that is a view of this process's memory at `address`."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     memory = (ctypes.c_char * (reach * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
 class OnTheCPU:
-    """Does what logits.cu does, given the same arguments, to memory of this process."""
+    """Emulates logits.cu on the memory of this process, given the same arguments."""
 
     made: ClassVar[list[dict[str, int]]] = []
 
@@ -194,7 +195,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[OnTheCPU]]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Namespace(multi_processor_count=132))
     monkeypatch.setattr(OnTheCPU, "made", [])
     yield OnTheCPU
-    for kept in launch._EVERY:  # plans of other calls with the same key would be these
+    for kept in launch._EVERY:  # otherwise calls with the same key would reuse plans made without the emulation
         kept.clear()
 
 
@@ -206,7 +207,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[OnTheCPU]]:
 def test_what_the_plans_ask_for(
     emulated, options: str, scratch: int | None, epilogues: set[int], biased: bool, index: torch.dtype
 ) -> None:
-    """Addresses, strides, offsets and scalars of every launch: chunks, slices, kept and recomputed."""
+    """Checks addresses, strides, offsets and scalars of every launch: chunks and slices, kept and recomputed."""
     generator = torch.Generator().manual_seed(3)
     room = torch.randn(200, 72, generator=generator).half()
     hidden, weight = room[:, :64], torch.randn(410, 64, generator=generator).mul(0.25).half()
@@ -247,7 +248,7 @@ def problem(
 
 
 def results(op, hidden, weight, target, bias=None, **options) -> list[torch.Tensor]:
-    """The loss without gradients, then the loss and the gradients for an incoming gradient that is not the same in all
+    """The loss without gradients, then the loss and the gradients for an incoming gradient that differs between
     rows."""
     leaves = [t.detach().requires_grad_() for t in (hidden, weight, bias) if t is not None]
     given = dict(bias=None if bias is None else leaves[2], **options)
@@ -259,9 +260,9 @@ def results(op, hidden, weight, target, bias=None, **options) -> list[torch.Tens
 
 
 def agrees(hidden, weight, target, bias=None, **options) -> None:
-    """The errors against fp64 are at most twice those of cuBLAS and Triton, and an ulp. A loss over all rows may be off
-    by one rounding of the largest logit in each row, added up as random errors are: the two round z + bias in different
-    ways, and how much of that cancels in the sum is chance."""
+    """Checks that the errors against fp64 are at most twice those of cuBLAS and Triton, plus an ulp. The two round
+    z + bias differently, and how much of that cancels in a sum over rows is chance. A loss over all rows may therefore
+    differ by one rounding of the largest logit per row, added up as random errors are."""
     ours = results(linear_cross_entropy, hidden, weight, target, bias, backend="cuda", **options)
     other = results(linear_cross_entropy, hidden, weight, target, bias, backend="triton", **options)
     wide = [None if t is None else t.double() for t in (hidden, weight, bias)]
@@ -307,7 +308,7 @@ def test_options(compiler, scratch: int | None, options: str, biased: bool, inde
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("scratch", [None, 0])
 def test_many_rounds(compiler, scratch: int | None) -> None:
-    """More tiles than CTAs by far, with fewer K-blocks than pipeline stages, as many, and more."""
+    """Many more tiles than CTAs, with fewer K-blocks than pipeline stages, as many, and more."""
     for dim in (64, 320, 448):
         hidden, weight, target, _ = problem(3000, dim, 8200)
         agrees(hidden, weight, target, scratch_bytes=scratch)
@@ -315,7 +316,7 @@ def test_many_rounds(compiler, scratch: int | None) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_layouts(compiler) -> None:
-    """Row strides are read in place; a weight in columns goes to Triton, or raises."""
+    """Any row stride is read in place; a column-major weight uses Triton, or raises."""
     hidden, weight, target, _ = problem(300, 128, 522)
     wide = torch.randn(522, 256, device="cuda").bfloat16()
     wide[:, 16:144] = weight
@@ -332,7 +333,7 @@ def test_layouts(compiler) -> None:
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("scratch", [None, 0])
 def test_a_certain_row_has_no_loss_and_no_gradient(compiler, scratch: int | None) -> None:
-    """Recomputed logits are those from which the lse was computed: 1 - 1 is 0."""
+    """Recomputed logits equal those from which the lse was computed, so that 1 - 1 is 0."""
     hidden, weight, _, _ = problem(700, 128, 1030)
     hidden *= 50
     target = (hidden @ weight.t()).float().argmax(1)
@@ -344,13 +345,13 @@ def test_a_certain_row_has_no_loss_and_no_gradient(compiler, scratch: int | None
     total = linear_cross_entropy(*leaves, target, reduction="sum", scratch_bytes=scratch, backend="cuda")
     dhidden, dweight = torch.autograd.grad(total, leaves)
     assert total == 0
-    # What is left of a gradient are the probabilities of other entries, below the rounding of 1.
+    # The remaining gradient is that of the other entries' probabilities, which are below the rounding of 1.
     assert dhidden.abs().max() < 1e-5 and dweight.abs().max() < 1e-3
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_what_is_not_finite(compiler) -> None:
-    """A row of NaN or of infinities has no influence on other rows' losses; without its target, none on gradients."""
+    """A row of NaN or inf does not affect other rows' losses and, if it is ignored, not the gradients either."""
     hidden, weight, target, _ = problem(300, 128, 522)
     want = linear_cross_entropy(hidden, weight, target, reduction="none", backend="cuda")
     spoiled = hidden.clone()
@@ -375,7 +376,7 @@ def test_repeats_agree_bit_for_bit(compiler, scratch: int | None) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_the_loss_alone_has_no_logits_in_memory(compiler) -> None:
-    """Two values per row and tile."""
+    """It stores two values per row and tile instead."""
     hidden, weight, target, _ = problem(2048, 512, 32000)
     linear_cross_entropy(hidden, weight, target, backend="cuda")
     torch.cuda.synchronize()

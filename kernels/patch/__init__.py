@@ -9,7 +9,7 @@ __all__ = ["OPS", "patch", "patched", "unpatch"]
 
 
 class _Callable(ModuleType):
-    """`ridgeline.patch` is this module as soon as it has been imported; it is called like its function."""
+    """A callable module: once imported, `ridgeline.patch` is this module, and calling it calls the function `patch`."""
 
     __call__ = staticmethod(patch)
 

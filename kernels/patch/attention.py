@@ -17,12 +17,12 @@ from .layers import FAMILIES
 NAME = "ridgeline"
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3")
 MAX_HEAD_DIM = 256
-_KEPT = "_ridgeline_attention"  # on a model: the implementation that it had
-_DECIDING = ("attention_mask", "position_ids", "past_key_values", "cache_position")  # what a query sees
+_KEPT = "_ridgeline_attention"  # attribute of a model: its original implementation
+_DECIDING = ("attention_mask", "position_ids", "past_key_values", "cache_position")  # determine what a query attends to
 
 
 def use(model: nn.Module) -> None:
-    """Makes every known model inside of `model` call `attend`."""
+    """Makes every known model inside `model` call `attend`."""
     for known in _models(model):
         _register()
         before = known.config._attn_implementation
@@ -39,14 +39,14 @@ def give_back(model: nn.Module) -> None:
 
 
 def used(model: nn.Module) -> int:
-    """How many layers call `attend`."""
+    """The number of layers that call `attend`."""
     owners = [module for module in model.modules() if hasattr(module, _KEPT)]
     layers = (m for owner in owners for m in owner.modules() if type(m).__name__.endswith("Attention"))
     return sum(1 for _ in layers)
 
 
 def _models(model: nn.Module) -> Iterator[Any]:
-    """The outermost models of a known type that do not cap their scores."""
+    """Yields the outermost models of a known type that do not cap their scores."""
     inside: set[nn.Module] = set()
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -59,7 +59,7 @@ def _models(model: nn.Module) -> Iterator[Any]:
 
 
 def unmasked(module: nn.Module) -> Callable | None:
-    """A known model's new forward, which makes no mask where every row is one sequence from its beginning."""
+    """The new forward of a known model, which builds no mask if every row is one sequence from its beginning."""
     named = re.fullmatch(f"({FAMILIES})(Text)?Model", type(module).__name__)
     if named is None or getattr(getattr(module, "config", None), "_attn_implementation", None) != NAME:
         return None
@@ -68,10 +68,10 @@ def unmasked(module: nn.Module) -> Callable | None:
 
 @cache
 def _without_a_mask(original: Callable) -> Callable:
-    """`original`, given an empty mask [1, 1, 0, 0] where it has none to make. transformers passes a mask of four
-    dimensions on as it is. Without one it reads positions, also those that it has counted itself, to find the borders
-    of packed sequences: the host waits for the GPU, which no CUDA graph can have, and while one is captured, as under
-    torch.compile, the mask is of all pairs of tokens."""
+    """Wraps `original` and passes it an empty mask [1, 1, 0, 0] if no mask is needed. transformers passes a mask of
+    four dimensions on unchanged. Without one it reads the positions, even those that it has computed itself, to find
+    the borders of packed sequences. The host then synchronises, which a CUDA graph does not allow. During a capture, as
+    under torch.compile, it builds the mask of all pairs of tokens."""
 
     @wraps(original)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def _without_a_mask(original: Callable) -> Callable:
 
 
 def _is_causal(config: Any, asked: dict[str, Any]) -> bool:
-    """Whether `attend` is called, and for attention that is causal."""
+    """Whether the model calls `attend`, and its attention is causal."""
     causal = asked.get("is_causal", getattr(config, "is_causal", True)) is not False
     return causal and config._attn_implementation == NAME and not getattr(config, "use_bidirectional_attention", False)
 
@@ -99,8 +99,8 @@ def _register() -> None:
 
 
 def mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """None where what a query sees follows from positions alone: causal, in a window or not. Else SDPA's mask, which
-    has padding and the borders of packed sequences in it."""
+    """None if positions alone determine what a query attends to: causal attention, with a window or without. Otherwise
+    SDPA's mask, which includes padding and the borders of packed sequences."""
     from transformers.masking_utils import sdpa_mask
 
     return sdpa_mask(*args, local_size=None, **kwargs)
@@ -118,8 +118,8 @@ def attend(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, H, Sq, D], key and value [B, Hkv, Sk, D] -> [B, Sq, H, D], and no weights. The last query sees all
-    keys, or its window of them. A mask of no keys is that of `unmasked`: none."""
+    """query [B, H, Sq, D], key and value [B, Hkv, Sk, D] -> ([B, Sq, H, D], None for the weights). The last query
+    attends to all keys, or to its window of them. A mask without keys, which is that of `unmasked`, means no mask."""
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         attention_mask = None
     queries, keys = query.shape[2], key.shape[2]
@@ -139,7 +139,7 @@ def attend(
             scaling=scaling,
             **kwargs,
         )
-    if causal and keys > queries:  # the cache has rows that are still empty
+    if causal and keys > queries:  # the cache may have rows that are still empty
         key, value = key[:, :, :queries], value[:, :, :queries]
     window = None if sliding_window is None else (sliding_window - 1, 0 if causal or queries == 1 else -1)
     out = attention(query, key, value, causal=causal, scale=scaling, window=window)
@@ -157,7 +157,7 @@ def _by_sdpa(
     sliding_window: int | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What is left to PyTorch. A window that no mask has in it yet is put into one."""
+    """The cases that PyTorch's SDPA computes. If the mask does not include the window yet, it is added."""
     sdpa = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None and causal and sliding_window is not None and keys >= sliding_window:

@@ -25,11 +25,11 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "relu": "relu",
 }
-APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}  # those of `gelu`
+APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}  # `approximate` of `gelu`
 
 
 def _family(module: nn.Module, layer: str) -> str | None:
-    """The family that this layer is of, by its class's name, or None."""
+    """The model family of a layer, by the name of its class, or None."""
     found = re.fullmatch(f"({FAMILIES}){layer}", type(module).__name__)
     return found[1] if found else None
 
@@ -50,7 +50,7 @@ def _gemma_norm(self, x):
 
 
 def gated(module: nn.Module) -> Callable | None:
-    """Also Phi's layer, which has no gate."""
+    """The new forward of a feed-forward layer, gated or Phi's without a gate, or None."""
     if _family(module, "MLP") is None:
         return None
     config = module.config
@@ -99,8 +99,8 @@ def rotation(module: nn.Module) -> Callable | None:
 
 @cache
 def _with_our_rotation(forward: types.FunctionType) -> Callable:
-    """The layer's own forward, in which one name means another function. Only this copy of it: the module that it is
-    defined in, and so every other model, stays as it is."""
+    """A copy of the layer's own forward in which one global name refers to another function. The module that defines
+    the forward, and so every other model, is not changed."""
     names = {**forward.__globals__, "apply_rotary_pos_emb": _rotate}
     copy = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
@@ -111,7 +111,7 @@ def _with_our_rotation(forward: types.FunctionType) -> Callable:
 def _rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [B, S, W] with each value twice: the first W columns of a head are rotated."""
+    """Rotates the first W columns of each head of q and k. cos and sin are [B, S, W], with each value twice."""
     layout = "bhsd" if unsqueeze_dim == 1 else "bshd"
     rotated = rope(q, k, cos, sin, rotary_dim=cos.shape[-1], layout=layout)
     assert isinstance(rotated, tuple)

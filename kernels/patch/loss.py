@@ -22,7 +22,7 @@ def fused(module: nn.Module) -> Callable | None:
 
 @cache
 def _training_or(original: Callable) -> Callable:
-    """A forward that computes the loss itself where it can, and is `original` otherwise."""
+    """A forward that computes the loss itself if it can, and calls `original` otherwise."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.utils import can_return_tuple
 
@@ -60,7 +60,7 @@ def _training_or(original: Callable) -> Callable:
         whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and self.training and whole and _plain(self):
             if use_cache is None and past_key_values is None:
-                inputs["use_cache"] = False  # nobody continues from a step of training
+                inputs["use_cache"] = False  # a training step needs no cache
             asked = {"return_dict": kwargs.pop("return_dict")} if "return_dict" in kwargs else {}
             return with_loss(self, labels, kwargs, inputs, **asked)
         return original(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
@@ -69,7 +69,7 @@ def _training_or(original: Callable) -> Callable:
 
 
 def _plain(model: Any) -> bool:
-    """Whether the logits are those of a linear layer, and the loss is the usual one of a causal model."""
+    """Whether the logits are the output of a linear layer, and the loss is the usual one of a causal model."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     head = model.lm_head
@@ -85,8 +85,8 @@ def _loss(
     shift_labels: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """transformers' loss: each token predicts the next one; the sum over num_items_in_batch where that is given, which
-    counts the tokens of all micro-batches of a step, else the mean."""
+    """transformers' loss: each token predicts the next one. It is the sum divided by num_items_in_batch if that is
+    given, which counts the tokens of all micro-batches of a step, otherwise the mean."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     loss = linear_cross_entropy(

@@ -1,8 +1,8 @@
-"""patch and unpatch: which layers of a model are known, and how they are exchanged.
+"""patch and unpatch: which layers of a model are known, and how they are replaced.
 
-A layer is exchanged by giving it another class: a subclass of its own, of the same name, with another `forward`.
-Parameters, buffers, hooks, the names in a state dict and what isinstance says stay as they are, other models of the
-same kind too, and undoing it is giving the class back.
+A layer is replaced by changing its class to a subclass of the same name with another `forward`. Parameters, buffers,
+hooks, the names in a state dict and the results of isinstance do not change, nor do other models of the same kind. To
+undo it, the original class is restored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from . import attention, layers, loss
 
-# (layer) -> its new forward, or None where the layer is not of this kind. Equal layers give the same function.
+# (layer) -> its new forward, or None if the layer is not of this kind. Equal layers get the same function.
 _FORWARDS: dict[str, Callable[[nn.Module], Callable | None]] = {
     "norm": layers.norm,
     "rope": layers.rotation,
@@ -27,31 +27,31 @@ _CLASSES: dict[tuple[type, Callable], type] = {}
 
 
 def patch(model: nn.Module, *, except_: Collection[str] = ()) -> nn.Module:
-    """Exchanges what these kernels can do in a Hugging Face model, in place.
+    """Replaces, in place, the parts of a Hugging Face model that these kernels can compute.
 
-    "norm"       LlamaRMSNorm and its equals, Gemma's with the weight's offset of 1: `rmsnorm`
-    "rope"       the rotary embedding inside of attention: `rope`, q and k in one launch
-    "mlp"        gated feed-forward layers: the activation and the product of `swiglu`; Phi's of two matrices: `gelu`
-    "attention"  `attention`, registered with transformers as the implementation "ridgeline", causal and in sliding
-                 windows. Calls with padding, packed sequences or dropout go to SDPA as before; a model with capped
-                 scores (Gemma 2) keeps its own.
-    "loss"       in training with labels, `linear_cross_entropy`: the output has no logits then, which are never in
-                 memory, and unless `use_cache=True` is given no cache. Not where the head is more than a plain linear
-                 layer, nor with a loss function of one's own.
+    "norm"       LlamaRMSNorm and equal classes, Gemma's with weight_offset 1: `rmsnorm`
+    "rope"       the rotary embedding inside attention: `rope`, q and k in one launch
+    "mlp"        gated feed-forward layers: `swiglu` for activation and multiplication; Phi's without a gate: `gelu`
+    "attention"  `attention`, registered with transformers as the implementation "ridgeline", causal and with sliding
+                 windows. Calls with padding, packed sequences or dropout still use SDPA; a model with capped scores
+                 (Gemma 2) keeps its own.
+    "loss"       in training with labels, `linear_cross_entropy`. The output then has no logits, which are never all in
+                 memory, and no cache unless `use_cache=True` is given. Not replaced if the head is more than a linear
+                 layer, or with a custom loss function.
 
-    model    Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2, Gemma 3 (text), Phi, Phi-3, or whatever contains such a one,
-             as PEFT's wrappers do. Linear layers are left alone, so LoRA's are too.
-    except_  which of these to leave as they are
+    model    Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2, Gemma 3 (text), Phi, Phi-3, or a module that contains such a
+             model, like PEFT's wrappers. Linear layers are not changed, so LoRA's are not either.
+    except_  the names of parts not to replace
 
     Returns the model. It works under torch.compile(fullgraph=True), with gradient checkpointing, and for generation.
-    Nothing in a step of training waits for the GPU, so that `ridgeline.train.TrainStep` makes a CUDA graph of it, where
-    the model is given neither attention_mask nor position_ids: transformers reads those on the host, for padding and
-    for the borders of packed sequences. Padding behind a sequence needs no mask; labels of -100 leave it out. Gemma 2
-    waits without a cache, and any model whose rotary frequencies depend on the length ("dynamic", "longrope").
-    Called again it patches anew. A patched model can be copied and saved as a state dict or by save_pretrained, not
-    pickled as a whole.
+    Nothing in a training step synchronises, so `ridgeline.train.TrainStep` can capture it in a CUDA graph, if the model
+    is given neither attention_mask nor position_ids: transformers reads those on the host, for padding and for the
+    borders of packed sequences. Padding after a sequence needs no mask; labels of -100 exclude it. Gemma 2 synchronises
+    without a cache, as does any model whose rotary frequencies depend on the length ("dynamic", "longrope"). A second
+    call patches again. A patched model can be copied, and saved as a state dict or by save_pretrained, but not pickled
+    as a whole.
 
-    Raises ValueError for an unknown name in `except_` and where nothing is known in the model, ImportError without
+    Raises ValueError for an unknown name in `except_` and if no part of the model is known, ImportError without
     transformers.
     """
     if isinstance(except_, str):
@@ -73,7 +73,7 @@ def patch(model: nn.Module, *, except_: Collection[str] = ()) -> nn.Module:
 
 
 def unpatch(model: nn.Module) -> nn.Module:
-    """Gives every layer back what `patch` took; returns the model. It does nothing to one that is not patched."""
+    """Undoes `patch` in every layer and returns the model. A model that is not patched is not changed."""
     for module in model.modules():
         if original := getattr(type(module), "_ridgeline_original", None):
             module.__class__ = original
@@ -82,7 +82,7 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 
 def patched(model: nn.Module) -> dict[str, int]:
-    """How many layers of a model run on these kernels, by the names of `patch`."""
+    """The number of layers of a model that use these kernels, by the names of `patch`."""
     found = Counter(dict(_patched(model)))
     return {op: found[op] for op in OPS if found[op]}
 
@@ -95,14 +95,15 @@ def _patched(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _exchange(model: nn.Module, op: str | None, forward_of: Callable[[nn.Module], Callable | None]) -> None:
-    """`op` is what `patched` counts these layers as, None for nothing."""
+    """Replaces the layers for which `forward_of` returns a forward. `patched` counts them under the name `op`, or not
+    at all if that is None."""
     for module in list(model.modules()):
         if forward := forward_of(module):
             module.__class__ = _subclass(type(module), op, forward)
 
 
 def _subclass(cls: type, op: str | None, forward: Callable) -> type:
-    """The same name, which transformers writes into configurations."""
+    """A subclass with another forward. It has the same name, as transformers writes that to configurations."""
     if (cls, forward) not in _CLASSES:
         own = {"forward": forward, "_ridgeline_original": cls, "_ridgeline_op": op}
         own |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}

@@ -30,7 +30,7 @@ CASES = (
     _case(32768, 4096, FP16, bench=True),
     _case(32768, 4096, FP32, bench=True),
     _case(16384, 8192, BF16, "-residual", bench=True, residual=True),
-    # Wide: a cluster of CTAs for each row on Hopper.
+    # Wide rows: one cluster of CTAs per row on Hopper.
     _case(2048, 65536, BF16, bench=True),
     _case(2048, 49152, BF16, bench=True),
     _case(8192, 20480, BF16, bench=True),
@@ -50,13 +50,13 @@ CASES = (
     _case(257, 1023, BF16),
     _case(19, 2048, BF16, "-residual", residual=True),
     _case(5, 20480, BF16, "-residual", residual=True),
-    # Wide, with parameters that no case above has, so that the checks made once for each set of parameters run on these
-    # too. In the last one CTA of the cluster has fewer vectors than the others.
+    # Wide rows, with parameters that no case above has, so that the checks made once per set of parameters also run on
+    # these. In the last case one CTA of the cluster has fewer vectors than the others.
     _case(5, 20480, BF16, "-eps", eps=1e-5),
     _case(3, 49152, FP32, "-eps-residual", eps=1e-5, residual=True),
     _case(2, 20488, FP16, "-eps-noweight", eps=1e-5, weight=False),
 )
-# Batch 4 and 32, sequence 2048 and 4096, width 4096 and 8192, with those above.
+# Together with those above: batch 4 and 32, sequence 2048 and 4096, width 4096 and 8192.
 SUITE_CASES = tuple(
     _case(rows, dim, BF16, bench=True)
     for rows, dim in ((16384, 4096), (65536, 4096), (131072, 4096), (8192, 8192), (16384, 8192), (65536, 8192))
@@ -81,7 +81,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 def cost(case: Case, mode: str) -> Cost:
     rows, dim, size = case.dims["rows"], case.dims["dim"], case.dtype.itemsize
     residual, weight = case.params.get("residual", False), case.params.get("weight", True)
-    # forward: x, y and, with a residual, that and h. backward: h, dy, dx and, with a residual, dh.
+    # forward: x, y and, with a residual, residual and h. backward: h, dy, dx and, with a residual, dh.
     tensors = {"fwd": 4 if residual else 2, "bwd": 4 if residual else 3}[mode]
     vectors = {"fwd": 1, "bwd": 2}[mode] * weight
     # forward: square, add, scale, weight. backward: x̂, dy·w, two for the mean, three for dx, two for dw.
@@ -114,7 +114,7 @@ def _liger():
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     def rms_norm(x, weight=None, eps=1e-6, residual=None, weight_offset=0.0):
-        # in_place=False: by default Liger writes dX over dY, which a retained graph cannot bear.
+        # in_place=False: by default Liger overwrites dY with dX, which is wrong if the graph is retained.
         if residual is None:
             return LigerRMSNormFunction.apply(x, weight, eps, weight_offset, "llama", False)
         return LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, weight_offset, "llama", False)
@@ -134,7 +134,7 @@ def _quack():
 
 
 def _tiles(case: Case) -> list[tuple[int, int, int]]:
-    """(block_m, block_n, num_warps) worth a try for whole rows: 8 to 64 elements a thread."""
+    """Candidates of (block_m, block_n, num_warps) for entire rows: 8 to 64 elements per thread."""
     block_n = 1 << (case.dims["dim"] - 1).bit_length()
     shapes = [(m, block_n) for m in (1, 2, 4, 8) if max(block_n, 2048) <= m * block_n <= max(block_n, 4096)]
     return [(m, n, w) for m, n in shapes for w in (2, 4, 8, 16) if 8 <= m * n // (32 * w) <= 64]
@@ -163,7 +163,7 @@ def _bwd_candidates(case: Case) -> list[configs.BwdConfig]:
 
 
 def _cluster_candidates(case: Case) -> list[configs.ClusterConfig]:
-    """2 to 16 CTAs of 128 to 512 threads, with 2 to 8 vectors a thread that are no more than the row has."""
+    """Candidates: 2 to 16 CTAs of 128 to 512 threads, with 2 to 8 vectors per thread, no more than the row has."""
     vectors, line = case.dims["dim"] * case.dtype.itemsize // configs.VECTOR, 128 // configs.VECTOR
     found = []
     for ctas in (2, 4, 8, 16):
@@ -187,7 +187,7 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    """For "cuda" always a reason: the generic checks try layouts that it does not take."""
+    """For "cuda" always a reason: the generic checks try layouts that it does not support."""
     if implementation != "auto" and mode == "bwd":
         return "its backward is that of auto"
     if implementation == "cuda":

@@ -32,7 +32,7 @@ constexpr int PER_WORD = ELEMENTS_PER_WORD<TYPE>;
 
 struct Exchange {
     float sums[SUMS < 32 ? 32 : SUMS];  // the sum of squares of each warp of the cluster
-    u64 full;                           // the mbarrier that counts their bytes
+    u64 full;                           // the mbarrier that counts the bytes of `sums`
 };
 
 __device__ u32 at(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
@@ -102,7 +102,7 @@ rmsnorm_cluster_fwd(const Vector* x, const Vector* residual, const Vector* weigh
     const int part = blockIdx.x % CLUSTER, thread = threadIdx.x;
     const i64 row = blockIdx.x / CLUSTER;
     const int start = part * (EVEN ? THREADS * VECTORS : slice);
-    const int count = min(slice, vectors - start);  // of this CTA
+    const int count = min(slice, vectors - start);  // vectors of this CTA
     const auto column = [&](int i) { return start + i * THREADS + thread; };
     const auto mine = [&](int i) { return EVEN || i * THREADS + thread < count; };
     u64 policy;
@@ -125,7 +125,7 @@ rmsnorm_cluster_fwd(const Vector* x, const Vector* residual, const Vector* weigh
         for (int j = 0; j < 4; ++j) {
             float a[PER_WORD], b[PER_WORD];
             unpack<TYPE>(v[i].words[j], a);
-            if (RESIDUAL) {  // y is made from h as it is stored, so that the backward, which reads h, sees the same
+            if (RESIDUAL) {  // y is computed from h as rounded for the store, so that the backward has the same values
                 unpack<TYPE>(added[i].words[j], b);
                 for (int k = 0; k < PER_WORD; ++k) a[k] += b[k];
                 v[i].words[j] = pack<TYPE>(a[0], a[PER_WORD - 1]);

@@ -31,7 +31,7 @@ def unsupported_reason(
         return f"it takes a weight of x's dtype {x.dtype}, not {weight.dtype}"
     read = [t for t in (x, residual) if t is not None]
     starts = [t.data_ptr() for t in (*read, weight) if t is not None]
-    # The stride of a single row is arbitrary. y and h are contiguous, so that their rows lie dim apart.
+    # The row stride of a single row is arbitrary. y and h are contiguous, so their row stride is dim.
     strides = [dim, *(t.stride(0) for t in read if rows > 1)]
     if any(start % VECTOR for start in starts) or any(s * x.element_size() % VECTOR for s in strides):
         return "it wants rows on 16-byte boundaries"
@@ -47,8 +47,8 @@ def cluster_launch(
     eps: float,
     weight_offset: float,
 ) -> Callable[..., None]:
-    """The launch, a function of (x, residual, weight, y, h, rstd), that writes y, h where there is a residual, and rstd
-    where it is not None. The tensors have the signatures of these, for which `unsupported_reason` is None."""
+    """The launch, a function of (x, residual, weight, y, h, rstd), for tensors with the signatures of these, for which
+    `unsupported_reason` must be None. It writes y, h if there is a residual, and rstd unless it is None."""
     (rows, dim), per_vector = x.shape, VECTOR // x.element_size()
     vectors = dim // per_vector
     defines = (

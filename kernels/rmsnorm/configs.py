@@ -15,9 +15,9 @@ VECTOR = 16  # bytes of the widest load
 
 @dataclass(frozen=True)
 class FwdConfig:
-    """One CTA per tile. A tile is `block_m` whole rows of block_n + tail columns. Where that is less than dim, it is
+    """One CTA per tile. A tile is `block_m` entire rows of block_n + tail columns. If that is less than dim, a tile is
     one row in chunks of block_n columns, read twice, the second time from L2. `eviction` is the L2 policy of the loads
-    of x. With `weight_first` the weight is loaded before x and not after the sum, which takes more registers."""
+    of x. With `weight_first` the weight is loaded before x and not after the sum, which needs more registers."""
 
     block_m: int
     block_n: int
@@ -29,8 +29,8 @@ class FwdConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A cluster of `ctas` CTAs processes one row: `slice` vectors of 16 bytes for each CTA, the remainder for the last.
-    A thread has `vectors` of them. Registers are limited so that `resident` CTAs fit on an SM."""
+    """A cluster of `ctas` CTAs processes one row: `slice` vectors of 16 bytes per CTA, the remainder for the last. A
+    thread holds `vectors` of them. Registers are limited so that `resident` CTAs fit on an SM."""
 
     ctas: int
     threads: int
@@ -41,8 +41,8 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class BwdConfig:
-    """A tile is `block_m` rows of `block_n` columns: whole rows, or a slice of the columns where block_n < dim.
-    programs_per_sm persistent CTAs on each SM loop over the tiles, in a pipeline of `stages` tiles (1: none)."""
+    """A tile is `block_m` rows of `block_n` columns: entire rows, or a slice of the columns if block_n < dim.
+    programs_per_sm persistent CTAs on each SM loop over the tiles, in a pipeline of `stages` tiles (1: no pipeline)."""
 
     block_m: int
     block_n: int
@@ -54,9 +54,9 @@ class BwdConfig:
 def pick_fwd_config(rows: int, dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> FwdConfig:
     """Configuration of the forward kernel. Pure.
 
-    Up to 2048 columns, a tile of 2048 elements; above, one row, in two pieces where that masks fewer lanes; above
-    16384, chunks. Loads of x ask for evict_last on problems larger than L2: L2 then evicts lines of y first, so that y
-    is written back early and in order. Record: reports/h200/tune/rmsnorm.json; EXPERIMENTS.md.
+    Up to 2048 columns, a tile has 2048 elements. Above, it is one row, in two pieces if that masks fewer lanes. Above
+    16384, a row is processed in chunks. Loads of x use evict_last on problems larger than L2: L2 then evicts lines of y
+    first, so that y is written back early and in order. Record: reports/h200/tune/rmsnorm.json; EXPERIMENTS.md.
     """
     block_n = triton.next_power_of_2(dim)
     eviction = "evict_last" if rows * dim * dtype.itemsize > EVICT_LAST_BYTES else ""
@@ -67,27 +67,27 @@ def pick_fwd_config(rows: int, dim: int, dtype: torch.dtype, capability: tuple[i
         return FwdConfig(2048 // block_n, block_n, 4, eviction, weight_first=True)
     tail = triton.next_power_of_2(dim - block_n // 2)
     if tail <= block_n // 4:
-        # 5120 is 4096 and 1024: 5 % faster than a row of 8192 of which three eighths are masked. The weight is loaded
+        # 5120 = 4096 + 1024 is 5 % faster than a block of 8192 of which three eighths are masked. The weight is loaded
         # after the sum: its registers would cost a third of the occupancy.
         return FwdConfig(1, block_n // 2, min(8, block_n // 1024), eviction, tail)
-    # On sm_80, with 8 warps at 4096 columns, ptxas keeps to 32 registers a thread and spills.
+    # On sm_80, with 8 warps at 4096 columns, ptxas limits itself to 32 registers per thread and spills.
     warps = {4096: 8 if capability >= (9, 0) else 4, 8192: 8, 16384: 16}
     return FwdConfig(1, block_n, warps[block_n], eviction, weight_first=True)
 
 
 def pick_cluster_config(dim: int, dtype: torch.dtype, weight: bool, residual: bool) -> ClusterConfig:
-    """Configuration of the forward of wide rows on Hopper: the smallest cluster, a power of two, of CTAs of 256 threads
-    that have at most 6 vectors each. Pure. Record: reports/h200/tune/rmsnorm.json; EXPERIMENTS.md, "Wide rows over
+    """Configuration of the forward of wide rows on Hopper: the smallest cluster, a power of two, of CTAs with 256
+    threads of at most 6 vectors each. Pure. Record: reports/h200/tune/rmsnorm.json; EXPERIMENTS.md, "Wide rows over
     clusters": the only variant tried that is within 1.5 % of a copy at each of five widths.
 
-    In bf16 with a weight an SM then has 4 or 5 CTAs at different stages, and 80 to 96 KB of x in flight.
+    In bf16 with a weight, an SM then has 4 or 5 resident CTAs at different phases, and 80 to 96 KB of x in flight.
     """
     threads, most, line = 256, 6, 128 // VECTOR
-    vectors = dim * dtype.itemsize // VECTOR  # of a row
+    vectors = dim * dtype.itemsize // VECTOR  # per row
     ctas = triton.next_power_of_2(triton.cdiv(vectors, threads * most))
-    cta_vectors = triton.cdiv(triton.cdiv(vectors, ctas), line) * line  # whole lines of L2
+    cta_vectors = triton.cdiv(triton.cdiv(vectors, ctas), line) * line  # entire L2 cache lines
     thread_vectors = triton.cdiv(cta_vectors, threads)
-    # What ptxas needs without a spill: x, the weight or residual beside it, and 8 for a second address or for masks.
+    # Registers that ptxas needs to avoid spills: x, the weight or residual, and 8 for a second address or for masks.
     even = ctas * threads * thread_vectors == vectors
     registers = 16 + 4 * thread_vectors * (2 if weight or residual else 1) + (8 if residual or not even else 0)
     resident = min(8, 65536 // (threads * triton.cdiv(registers, 8) * 8))
@@ -98,9 +98,9 @@ def pick_bwd_config(rows: int, dim: int, dtype: torch.dtype, tensors: int, capab
     """Configuration of the backward kernel, which reads `tensors` tensors. Pure.
 
     CTAs are persistent because each accumulates its partial dW in registers. Occupancy is too low to hide the latency
-    of loads, so these are pipelined through shared memory: at most 32 KB a stage and SM for 1 to 4 CTAs, 3 stages, 4
-    where a quarter of the tile or more is padding. At block_n = 16384 there is one CTA on an SM and no pipeline: its
-    stages would take the shared memory that L1 needs. Record: reports/h200/tune/rmsnorm.json; EXPERIMENTS.md.
+    of loads, so loads are pipelined through shared memory: 1 to 4 CTAs per SM with at most 32 KB per stage in all, in 3
+    stages, or 4 if a quarter of the tile or more is padding. At block_n = 16384 there is one CTA per SM and no
+    pipeline: its stages would take shared memory that L1 needs. Record: reports/h200/tune/rmsnorm.json; EXPERIMENTS.md.
     """
     block_n = triton.next_power_of_2(dim)
     padded = dim <= block_n * 3 // 4
@@ -117,5 +117,5 @@ def pick_bwd_config(rows: int, dim: int, dtype: torch.dtype, tensors: int, capab
 
 
 def _shared_memory(capability: tuple[int, int]) -> int:
-    """Bytes of shared memory per SM that stages may take up."""
+    """Bytes of shared memory per SM that pipeline stages may occupy."""
     return {(8, 0): 160, (8, 7): 160, (9, 0): 224, (10, 0): 224}.get(capability, 96) * 1024

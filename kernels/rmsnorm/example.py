@@ -1,6 +1,6 @@
-"""One call of rmsnorm, small or of a size that models have.
+"""One call of rmsnorm, small or of a size typical of models.
 
-`selftest` holds it against the reference, `info` asks which kernels it launches.
+`selftest` compares it with the reference; `info` records which kernels it launches.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""RMSNorm: the kernels for rows that fit in the registers of a CTA.
+"""The RMSNorm kernels for rows that fit in the registers of a CTA.
 
 Estimate, bf16, R rows of D, one NVIDIA H200 that copies 4254 GB/s:
   forward   reads x, writes y             4·R·D bytes   32768 x 8192: 1.07 GB, 252 us
   backward  reads x and dy, writes dx     6·R·D bytes   32768 x 8192: 1.61 GB, 379 us
-The weight, rstd (4 bytes a row), dW and the FLOPs (about 4 and 9 an element) are negligible beside that.
+The weight, rstd (4 bytes per row), dW and the FLOPs (about 4 and 9 per element) are negligible compared to that.
 So each tensor is read or written once: a row stays in registers between its reduction and the store of its output.
 """
 
@@ -17,16 +17,16 @@ import triton.language as tl
 def _load_h(
     x_ptr, residual_ptr, h_ptr, row, cols, rows, dim, stride_xm, stride_rm, EVEN: tl.constexpr, EVICTION: tl.constexpr
 ):
-    """A tile of x, or of x + residual, which is also stored to h. In x's dtype."""
+    """A tile of x, or of x + residual, which is also stored to h. The result has x's dtype."""
     wide_row = row.to(tl.int64)[:, None]
-    # Without a mask each load and store needs no predicate and one register less.
+    # Without a mask, each load and store needs no predicate and one register less.
     mask = None if EVEN else (row < rows)[:, None] & (cols < dim)[None, :]
     other = None if EVEN else 0.0
     h = tl.load(x_ptr + wide_row * stride_xm + cols[None, :], mask=mask, other=other, eviction_policy=EVICTION)
     if residual_ptr is not None:
         residual_ptrs = residual_ptr + wide_row * stride_rm + cols[None, :]
         residual = tl.load(residual_ptrs, mask=mask, other=other, eviction_policy=EVICTION)
-        # y is made from h as it is stored, so that the backward, which reads h, sees the same numbers.
+        # y is computed from h as rounded for the store, so that the backward, which reads h, has the same values.
         h = (h.to(tl.float32) + residual.to(tl.float32)).to(h.dtype)
         tl.store(h_ptr + wide_row * dim + cols[None, :], h, mask=mask)
     return h
@@ -66,8 +66,8 @@ def _rmsnorm_fwd_kernel(
     WEIGHT_FIRST: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """y, h with a residual, and rstd of one tile of BLOCK_M rows. TAIL > 0: a row is in two pieces, as 5120 =
-    BLOCK_N 4096 + TAIL 1024. EVEN_N: BLOCK_N + TAIL is dim, so that columns need no mask."""
+    """Writes y, rstd and, with a residual, h of one tile of BLOCK_M rows. TAIL > 0: a row is split in two pieces, as
+    5120 = BLOCK_N 4096 + TAIL 1024. EVEN_N: BLOCK_N + TAIL is dim, so that columns need no mask."""
     EVEN: tl.constexpr = EVEN_N and BLOCK_M == 1
     EVEN_HEAD: tl.constexpr = BLOCK_M == 1 and (EVEN_N or TAIL > 0)
     cols = tl.arange(0, BLOCK_N)
@@ -78,7 +78,7 @@ def _rmsnorm_fwd_kernel(
     if TAIL:
         tail_cols = BLOCK_N + tl.arange(0, TAIL)
         tail = _load_h(x_ptr, residual_ptr, h_ptr, row, tail_cols, rows, dim, stride_xm, stride_rm, EVEN, EVICTION)
-    # All loads are issued before the first reduction, which is a barrier of the CTA.
+    # All loads are issued before the first reduction, which contains a barrier of the CTA.
     h = h.to(tl.float32)
     squares = tl.sum(h * h, axis=1)
     if TAIL:
@@ -127,7 +127,7 @@ def _rmsnorm_bwd_kernel(
     """dx = rstd · (g − x̂ · mean(g · x̂)) + dh with g = dy · (w + offset), x̂ = h · rstd; dw = Σ_rows dy · x̂.
 
     The grid is (persistent CTAs, slices of columns). With SLICED, mean_ptr holds mean(g · x̂) of each row; otherwise a
-    tile has whole rows and the mean is computed here. dw_ptr receives one row of partial sums for each CTA.
+    tile has entire rows and this kernel computes the mean. Each CTA writes one row of partial sums to dw_ptr.
     """
     cols = tl.arange(0, BLOCK_N)
     if SLICED:
@@ -163,8 +163,8 @@ def _rmsnorm_bwd_kernel(
                 dx += dh.to(tl.float32)
             tl.store(dx_ptr + wide_row * dim + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_DW:
-        # One row of partial sums per CTA, which the next kernel adds in a fixed order: no atomics, so repeatable.
-        # With a single CTA a slice, dw_ptr is dw itself and there is no next kernel.
+        # One row of partial sums per CTA, which the next kernel adds in a fixed order. There are no atomics, so the
+        # result is deterministic. With one CTA per slice, dw_ptr is dw itself and there is no next kernel.
         partial_ptr = dw_ptr + tl.program_id(0).to(tl.int64) * dim + cols
         tl.store(partial_ptr, tl.sum(dw, axis=0).to(dw_ptr.dtype.element_ty), mask=cols < dim)
 

@@ -1,11 +1,11 @@
-"""RMSNorm with an fp8 output: y is quantised while its row is in registers.
+"""The RMSNorm kernels with an fp8 output: y is quantised while its row is in registers.
 
 Estimate, bf16, R rows of D, one NVIDIA H200 that copies 4254 GB/s:
   by rows, or 1x128      reads x, writes data                  3·R·D bytes   32768 x 8192: 805 MB, 189 us
-  … then quantised       y written and read beside that        7·R·D bytes                        442 us
+  … quantised separately also writes and reads y               7·R·D bytes                        442 us
   with a transposed copy reads x twice, writes data, data_t    6·R·D bytes                        379 us
-  … then quantised       y written and read beside x and both  8·R·D bytes                        505 us
-A block of the transposed copy has 128 rows of a column, whose rows must be complete before: hence the second read.
+  … quantised separately x, data, data_t; writes and reads y   8·R·D bytes                        505 us
+A group of the transposed copy is 128 rows of a column. rstd of all 128 rows must be known first: hence the second read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .kernel import _load_h, _load_weight
 
 @triton.jit
 def _finished(h, rstd, weight_ptr, cols, dim, weight_offset, Y: tl.constexpr, EVEN_N: tl.constexpr):
-    """y as rmsnorm stores it in dtype Y, in fp32, with NaN in place of infinities."""
+    """y, rounded to dtype Y as rmsnorm stores it, then converted to fp32, with NaN in place of infinities."""
     y = h.to(tl.float32) * rstd[:, None]
     if weight_ptr is not None:
         y *= _load_weight(weight_ptr, cols, dim, weight_offset, EVEN_N)[None, :]
@@ -28,7 +28,7 @@ def _finished(h, rstd, weight_ptr, cols, dim, weight_offset, Y: tl.constexpr, EV
 
 @triton.jit
 def _magnitude(y):
-    """0 where y is NaN, which does not count in a scale."""
+    """|y|, and 0 where y is NaN, as NaN does not affect a scale."""
     return tl.where(y == y, tl.abs(y), 0.0)
 
 
@@ -57,7 +57,7 @@ def _rmsnorm_fp8_kernel(
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """data and scales of BLOCK_M whole rows, one for each GROUP columns; h with a residual, and rstd."""
+    """Writes data, rstd, one scale per GROUP columns and, with a residual, h of BLOCK_M entire rows."""
     EVEN: tl.constexpr = EVEN_N and BLOCK_M == 1
     cols = tl.arange(0, BLOCK_N)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -97,7 +97,7 @@ def _rmsnorm_fp8_transposed_kernel(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """data_t [dim, rows] and its scales [dim, ceil(rows / BLOCK)], of one tile of BLOCK rows and BLOCK_N columns."""
+    """Writes data_t [dim, rows] and its scales [dim, ceil(rows / BLOCK)] of a tile of BLOCK rows by BLOCK_N columns."""
     tiles_n = tl.cdiv(dim, BLOCK_N)
     tile_m = tl.program_id(0) // tiles_n
     row = tile_m * BLOCK + tl.arange(0, BLOCK)
@@ -107,7 +107,7 @@ def _rmsnorm_fp8_transposed_kernel(
     rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
     y = _finished(h, rstd, weight_ptr, col, dim, weight_offset, h.dtype, EVEN)
     if not EVEN:
-        y = tl.where(mask, y, 0.0)  # a weight that is not finite makes NaN of rows that are not there
+        y = tl.where(mask, y, 0.0)  # a weight that is not finite makes masked rows NaN
     scale = scale_of(tl.max(_magnitude(y), axis=0), E4M3, POW2)
     codes = tl.trans(encode(y * inverse(scale, POW2)[None, :], E4M3, NATIVE))
     wide_col = col.to(tl.int64)

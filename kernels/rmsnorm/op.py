@@ -1,4 +1,4 @@
-"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
+"""The public function rmsnorm: checks, the fast path of eager calls, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
@@ -25,29 +25,32 @@ def rmsnorm(
     *,
     return_h: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4).
+    """Computes root-mean-square normalisation over the last dimension.
 
         h = x + residual                         (x alone without a residual), rounded to x's dtype
         y = h / sqrt(mean(h²) + eps) · (weight + weight_offset)
 
-    All arithmetic is fp32. weight_offset = 1 is Gemma's convention. Differentiable in x, weight and residual; dW is
-    summed in fp32 in a fixed order, so that repeated runs agree bit for bit.
+    All arithmetic is fp32. Differentiable in x, weight and residual; dW is summed in fp32 in a fixed order, so that
+    repeated runs agree bit for bit.
 
-    x         [..., D] with 1 <= D <= 65536 (or no element at all), fp32, fp16 or bf16, any strides. Rows are read in
-              place when the leading dimensions flatten to one stride and the last stride is 1; otherwise copied first.
-    weight    [D], floating point; may be of another dtype than x
-    residual  shape and dtype of x
-    backend   of the forward: "triton", "cuda" (CUDA C++, compiled by CuPy: rows of 16 385 to 65 536 numbers on 16-byte
-              boundaries, on compute capability 9.0, a weight of x's dtype), or "auto", which takes "cuda" where it can
-
-    return_h  without a residual too, return h: then x, or a view of it. What x is added to later takes h in its place,
-              so that the gradient that comes back from there is added in the backward's kernel and not in a pass over
-              both.
+    x              [..., D] with 1 <= D <= 65536 (or no element at all), fp32, fp16 or bf16, any strides. Rows are read
+                   in place if the leading dimensions flatten to one stride and the last stride is 1; otherwise x is
+                   copied first.
+    weight         [D], floating point; its dtype may differ from that of x
+    residual       shape and dtype of x
+    weight_offset  added to the weight; 1 is Gemma's convention
+    backend        of the forward: "triton", "cuda" (CUDA C++, compiled by CuPy: rows of 16 385 to 65 536 elements on
+                   16-byte boundaries, on compute capability 9.0, a weight of x's dtype), or "auto", which uses "cuda"
+                   where it can
+    return_h       also return h if there is no residual: it is then x, or a view of x. Use h in place of x in a later
+                   residual addition: the kernel of the backward then adds the gradient of h, without a separate pass.
 
     Returns y, in shape and dtype of x, contiguous; with a residual (y, h), where h is the next layer's residual.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or backend, RuntimeError for a CPU tensor
     outside Triton's interpreter and for backend="cuda" where it cannot run.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4.
     """
     if lean(x, weight, residual):
         save = torch.is_grad_enabled() and (
@@ -102,8 +105,8 @@ def _check(x, weight, residual, eps, weight_offset, backend) -> None:
 
 
 def _fwd_plan(x, weight, residual, eps, weight_offset, save, backend):
-    """The plan for these arguments, made and kept if it is missing. For plain tensors only (see `lean`): for others the
-    key does not hold all that a plan depends on."""
+    """The cached plan for these arguments, built if missing. For plain tensors only (see `lean`): for others the key
+    does not contain everything that a plan depends on."""
     key = (signature(x), signature(weight), signature(residual), eps, weight_offset, save, backend)
     plan = _FORWARD.find(key)
     if plan is None:
@@ -128,8 +131,8 @@ def _backward(dy, dh, h, rstd, weight, weight_offset, need_dx, need_dw):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
-    differentiated."""
+    """The autograd function of eager calls. The backward goes through torch.library where it is traced, transformed or
+    itself differentiated."""
 
     @staticmethod
     def forward(ctx, x, weight, residual, plan, weight_offset, passed):
@@ -148,13 +151,13 @@ class _RMSNorm(torch.autograd.Function):
         return d if need_dx else None, dw, d if need_dr else None, None, None, None
 
 
-# torch.autograd.Function.apply handles functorch before it calls this; `lean` has ruled functorch out.
+# Skips torch.autograd.Function.apply, which only adds the functorch checks: `lean` has excluded functorch.
 _apply = super(torch.autograd.Function, _RMSNorm).apply
 
 
 def _gradients(ctx, dy, dh, need_dh, need_dw):
-    """dh and dw; each is None where it is not needed, or is zero."""
-    if dy is None:  # y was not used: h's gradient passes through
+    """(dh, dw), None for each that is not needed or is zero."""
+    if dy is None:  # y was not used: the gradient of h passes through unchanged
         return (dh if need_dh else None), None
     h, weight, rstd = ctx.saved_tensors
     dh = dh if need_dh else None
@@ -221,7 +224,7 @@ def _fake_rstd(x: torch.Tensor, save: bool) -> torch.Tensor:
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.set_materialize_grads(False)  # rstd has no gradient: no kernel to fill one with zeros
+    ctx.set_materialize_grads(False)  # rstd has no gradient, so no kernel needs to fill one with zeros
     x, weight, _, ctx.weight_offset, *_ = inputs
     ctx.save_for_backward(x, weight, output[1])
 

@@ -1,4 +1,5 @@
-"""The two directions of rmsnorm by themselves, for an autograd.Function that holds more than the norm."""
+"""The forward and the backward of rmsnorm as separate functions, for an autograd function that fuses more than the
+norm."""
 
 from __future__ import annotations
 
@@ -21,10 +22,14 @@ def rmsnorm_forward(
     residual: torch.Tensor | None = None,
     weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`rmsnorm` without autograd: y, h and rstd, which `rmsnorm_backward` takes.
+    """Computes `rmsnorm` without autograd, with the results that `rmsnorm_backward` needs.
 
-    h is x + residual, or x itself without a residual; rstd is 1 / sqrt(mean(h²) + eps), fp32, one number a row.
-    Arguments and errors are those of `rmsnorm`; and RuntimeError for a tensor that requires grad while grad mode is on.
+    Formula and arguments are those of `rmsnorm`.
+
+    Returns (y, h, rstd). h is x + residual, or x itself without a residual. rstd is 1 / sqrt(mean(h²) + eps), fp32, one
+    element per row.
+
+    Raises as `rmsnorm`, and RuntimeError for a tensor that requires grad while grad mode is on.
     """
     _refuse_grad("rmsnorm_forward", x=x, weight=weight, residual=residual)
     if lean(x, weight, residual):
@@ -44,20 +49,20 @@ def rmsnorm_backward(
     dh: torch.Tensor | None = None,
     weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of x and of residual, and partial sums of the weight's.
+    """Computes the gradient of x, which is also that of residual, and partial sums of the weight's gradient.
 
         g = dy · (weight + weight_offset)     x̂ = h · rstd
         dx = rstd · (g − x̂ · mean(g · x̂)) + dh        dw = Σ dy · x̂ over all rows = Σ of the partial sums
 
-    The weights' gradients of many layers are then summed in one launch, and not in one for each layer.
+    The caller can then sum the weight gradients of many layers in one launch, instead of one launch per layer.
 
-    dy        [..., D], gradient of y; fp32, fp16 or bf16
-    h, rstd   what `rmsnorm_forward` returned; h of dy's shape and dtype
+    dy        [..., D], incoming gradient of y; fp32, fp16 or bf16
+    h, rstd   as returned by `rmsnorm_forward`; h has dy's shape and dtype
     weight    [D], as in the forward
-    dh        gradient of h, like h; None is 0
+    dh        incoming gradient of h, in its shape and dtype; None for 0
 
-    Returns dx, like h, contiguous, and the partial sums [P, D], fp32. P depends on shape, dtype and GPU, and each sum
-    is over the rows of one CTA, in a fixed order.
+    Returns dx, in shape and dtype of h, contiguous, and the partial sums [P, D], fp32. P depends on shape, dtype and
+    GPU. Each partial sum is over the rows of one CTA, in a fixed order.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, RuntimeError for a CPU tensor outside
     Triton's interpreter and for a tensor that requires grad while grad mode is on.

@@ -1,4 +1,4 @@
-"""rmsnorm_fp8, the forward with an fp8 output: checks, the lean eager call, registration with torch.library."""
+"""rmsnorm_fp8, the forward with an fp8 output: checks, fast path of eager calls, registration with torch.library."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def rmsnorm_fp8(
     scale_format: str = "fp32",
     transpose: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """RMSNorm whose result is quantised to 8 bits in the same pass: what an fp8 product reads.
+    """Computes RMSNorm and quantises the result to fp8 in the same pass, as the operand of an fp8 GEMM.
 
         h    = x + residual                     (x alone without a residual), rounded to x's dtype
         y    = h / sqrt(mean(h²) + eps) · (weight + weight_offset), rounded to x's dtype
-        data = y / scale                        amax / largest is the scale of a group, 1 where amax is 0
+        data = y / scale                        scale = amax of the group / largest of dtype, 1 where amax is 0
 
-    To the bit what `ridgeline.fp8` gives for the y of `rmsnorm` (of backend "triton"), with its rules for NaN,
-    infinities and zeros, and without y in memory. With `transpose` x is read a second time.
+    Bit for bit the result of `ridgeline.fp8` for the y of `rmsnorm` (with backend "triton"), with its rules for NaN,
+    infinities and zeros, but without storing y. With `transpose` x is read a second time.
 
-    x, weight, eps, residual, weight_offset   as of rmsnorm, with D <= 16384
+    x, weight, eps, residual, weight_offset   as in `rmsnorm`, with D <= 16384
     dtype         of the data: torch.float8_e4m3fn or torch.float8_e5m2
-    granularity   what shares a scale: "row", scales [..., 1], or "1x128", scales [..., ceil(D / 128)]
+    granularity   the group that shares a scale: "row", scales [..., 1], or "1x128", scales [..., ceil(D / 128)]
     scale_format  "fp32"; "pow2", powers of two in fp32; "e8m0", the same as torch.float8_e8m0fnu
-    transpose     also return data_t [D, R] and scale_t [D, ceil(R / 128)], for R rows: blocks of 128 rows of a column,
-                  which the gradient of weights reads. With granularity "1x128" alone.
+    transpose     also return data_t [D, R] and scale_t [D, ceil(R / 128)], for R rows. A group is then 128 rows of a
+                  column, as the GEMM of the weight gradient requires. Only with granularity "1x128".
 
-    Returns data (x's shape) and scale; with transpose data_t and scale_t; with a residual h as the last. Contiguous.
-    Not differentiable: an input that requires a gradient is an error where gradients are recorded.
+    Returns (data, scale), data in x's shape; with transpose followed by (data_t, scale_t); with a residual followed by
+    h. All are contiguous. Not differentiable.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter and for an input that requires a gradient.
+    outside Triton's interpreter and for an input that requires a gradient while gradients are recorded.
     """
     no_gradient("rmsnorm_fp8", x=x, weight=weight, residual=residual)
     options = (eps, weight_offset, dtype, granularity, scale_format, transpose)
@@ -65,7 +65,8 @@ def rmsnorm_fp8(
 
 
 def _results(made, dtype, scale_format, codes_and_scales) -> tuple[torch.Tensor, ...]:
-    """Bytes as what they are: codes and scales take turns, then comes h."""
+    """Views the bytes that the kernels wrote as fp8 data and e8m0 scales. `made` alternates between data and scales,
+    followed by h."""
     results = []
     for index, tensor in enumerate(made):
         if index < codes_and_scales and index % 2 == 0:
@@ -95,7 +96,7 @@ def _check(x, weight, residual, eps, weight_offset, dtype, granularity, scale_fo
 
 
 def _quantise_plan(x, weight, residual, eps, weight_offset, dtype, granularity, scale_format, transpose):
-    """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
+    """The cached plan for these arguments, built if missing. For plain tensors only: else the key is incomplete."""
     options = (eps, weight_offset, dtype, granularity, scale_format, transpose)
     key = (signature(x), signature(weight), signature(residual), *options)
     plan = _QUANTISE.find(key)

@@ -1,4 +1,4 @@
-"""Launch plans of rmsnorm: all of a call that does not depend on the tensors' contents and addresses."""
+"""Launch plans of rmsnorm: everything about a call that does not depend on the tensors' contents and addresses."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def fwd_plan(
     save_rstd: bool,
     backend: str,
 ) -> Forward:
-    """A function of (x, weight, residual), tensors with the signatures of these, that returns y, h (x itself without a
-    residual) and rstd ([rows] in fp32; None unless save_rstd). `op` has checked the inputs. RuntimeError where
-    `backend` cannot take them."""
+    """Returns a function of (x, weight, residual), for tensors with the signatures of these, that returns y, h (x
+    itself without a residual) and rstd ([rows] in fp32; None unless save_rstd). `op` must have checked the inputs.
+    Raises RuntimeError where `backend` does not support them."""
     device, rows = x.device, x.shape[:-1].numel()
     if x.numel() == 0:
         write = None
@@ -65,8 +65,8 @@ def _fwd_launch(
     backend: str,
     save_rstd: bool,
 ) -> Callable[..., None]:
-    """The launch that writes y, h and rstd, a function of (x, residual, weight, y, h, rstd): cluster.cu where `backend`
-    allows and it can run, otherwise Triton. x and residual are [rows, dim] with unit stride in a row."""
+    """The launch that writes y, h and rstd, a function of (x, residual, weight, y, h, rstd): cluster.cu if `backend`
+    allows it and it can run, otherwise Triton. x and residual are [rows, dim] with unit inner stride."""
     (rows, dim), dtype = x.shape, x.dtype
     capability, _ = _device(x)
     reason = cluster.unsupported_reason(x, residual, weight, capability)
@@ -103,8 +103,8 @@ def bwd_plan(
     need_dw: bool,
     summed: bool = True,
 ) -> Backward:
-    """A function of (dy, dh, h, rstd, weight), tensors with the signatures of these, that returns dx (None unless
-    need_dx) and dw (None unless need_dw). Unless `summed`, the latter is the partial sums of dw in fp32."""
+    """Returns a function of (dy, dh, h, rstd, weight), for tensors with the signatures of these, that returns dx (None
+    unless need_dx) and dw (None unless need_dw). Unless `summed`, dw is returned as its partial sums in fp32."""
     device, dim = h.device, h.shape[-1]
     need_dw = need_dw and weight is not None
     if h.numel() == 0:
@@ -161,8 +161,8 @@ def bwd_plan(
 
 
 def _bwd_split(h: torch.Tensor, dh: torch.Tensor | None) -> tuple[configs.BwdConfig, int, int]:
-    """The backward's configuration, its slices of the columns, and its CTAs for each, which leave a row of partial sums
-    of dw each."""
+    """(configuration of the backward, slices of the columns, CTAs per slice). Each CTA writes one row of partial sums
+    of dw."""
     dim, (capability, sms) = h.shape[-1], _device(h)
     rows = h.numel() // dim
     config = configs.pick_bwd_config(rows, dim, h.dtype, 2 if dh is None else 3, capability)
@@ -171,12 +171,12 @@ def _bwd_split(h: torch.Tensor, dh: torch.Tensor | None) -> tuple[configs.BwdCon
 
 
 def partial_sums(h: torch.Tensor, dh: torch.Tensor | None) -> int:
-    """How many partial sums of dw the backward has."""
+    """The number of rows of partial sums of dw that the backward writes."""
     return _bwd_split(h, dh)[2] if h.numel() else 1
 
 
 def _no_gradient(weight: torch.Tensor, summed: bool) -> torch.Tensor:
-    """dw of no rows."""
+    """dw for zero rows."""
     if summed:
         return torch.zeros_like(weight, memory_format=torch.contiguous_format)
     return torch.zeros((1, weight.shape[0]), dtype=torch.float32, device=weight.device)
@@ -199,15 +199,16 @@ def _mean_launch(
 
 
 def _dw_launch(programs: int, dim: int, device: torch.device) -> Launch:
-    """The launch that sums the partial rows of dw. Its time is latency: enough CTAs for all SMs, and up to 256 rows in
-    flight at once in each."""
+    """The launch that adds the rows of partial sums to dw. It is latency-bound: hence CTAs for all SMs, each with up to
+    256 rows in flight."""
     block_m, block_n = min(256, triton.next_power_of_2(programs)), 32 if dim >= 4096 else 16
     grid = (triton.cdiv(dim, block_n),)
     return Launch(_rmsnorm_dw_kernel, grid, device, (programs, dim), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8)
 
 
 def _rows(tensor):
-    """[rows, dim] with unit inner stride: a view where the strides allow it, otherwise a copy. None for None."""
+    """The tensor as [rows, dim] with unit inner stride: a view where strides allow it, otherwise a copy. None for
+    None."""
     if tensor is None:
         return None
     tensor = tensor.reshape(-1, tensor.shape[-1])
@@ -215,8 +216,7 @@ def _rows(tensor):
 
 
 def _copied(tensor: torch.Tensor | None) -> bool:
-    """Whether `_rows` copies. Where it does not, a launch takes the tensor itself, of which only the address is
-    used."""
+    """Whether `_rows` copies. If it does not, a launch takes the tensor itself, of which it uses only the address."""
     return tensor is not None and _rows(tensor).data_ptr() != tensor.data_ptr()
 
 
@@ -225,7 +225,7 @@ def _dense(weight):
 
 
 def _device(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of SMs; in the interpreter those of a small sm_80."""
+    """(compute capability, number of SMs). In the interpreter, those of a small sm_80 GPU."""
     if not tensor.is_cuda:
         return (8, 0), 2
     properties = torch.cuda.get_device_properties(tensor.device)

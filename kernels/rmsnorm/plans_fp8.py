@@ -1,4 +1,4 @@
-"""Launch plans of rmsnorm_fp8: all of a call that does not depend on the tensors' contents and addresses."""
+"""Launch plans of rmsnorm_fp8: everything about a call that does not depend on the tensors' contents and addresses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .plans import _copied, _dense, _device, _rows
 BLOCK = 128  # elements that share a scale
 BLOCK_N = 64  # columns of a tile of the transposed copy
 Optional = torch.Tensor | None
-# (x, weight, residual) -> data and scale, data_t and scale_t where asked, h where there is a residual; codes as bytes
+# (x, weight, residual) -> data, scale; data_t, scale_t if requested; h if there is a residual. fp8 data as bytes
 Quantise = Callable[[torch.Tensor, Optional, Optional], list[torch.Tensor]]
 
 
 def result_shapes(shape: Sequence[int], granularity: str, transpose: bool) -> list[tuple[tuple[int, ...], bool]]:
-    """Shapes of data and scale, data_t and scale_t, and whether each holds scales."""
+    """(shape, whether it holds scales) of data and scale and, with `transpose`, of data_t and scale_t."""
     *lead, dim = shape
     groups = 1 if granularity == "row" else -(-dim // BLOCK)
     shapes = [((*lead, dim), False), ((*lead, groups), True)]
@@ -33,7 +33,7 @@ def result_shapes(shape: Sequence[int], granularity: str, transpose: bool) -> li
 
 
 def scale_dtype(scale_format: str) -> torch.dtype:
-    """Of the tensor that a kernel writes: UE8M0 as bytes."""
+    """The dtype of the scales that a kernel writes: bytes for UE8M0."""
     return torch.uint8 if scale_format == "e8m0" else torch.float32
 
 
@@ -48,7 +48,8 @@ def quantise_plan(
     scale_format: str,
     transpose: bool,
 ) -> Quantise:
-    """A function of (x, weight, residual), tensors with the signatures of these. `op_fp8` has checked the inputs."""
+    """Returns a function of (x, weight, residual), for tensors with the signatures of these, that returns what
+    `Quantise` lists. `op_fp8` must have checked the inputs."""
     device, rows, dim = x.device, x.shape[:-1].numel(), x.shape[-1]
     shapes = result_shapes(x.shape, granularity, transpose)
     of_scales = scale_dtype(scale_format)
@@ -75,7 +76,7 @@ def quantise_plan(
         if quantise is None:
             for tensor, (_, scales) in zip(made, shapes, strict=True):
                 if scales:
-                    tensor.fill_(127 if scale_format == "e8m0" else 1)  # UE8M0's 1
+                    tensor.fill_(127 if scale_format == "e8m0" else 1)  # 127 is 1 in UE8M0
             return made if residual is None else [*made, h]
         x = _rows(x) if x_copied else x
         residual = _rows(residual) if residual_copied else residual
@@ -98,8 +99,8 @@ def _rows_launch(
     save_rstd: bool,
     numbers: dict[str, bool],
 ) -> Launch:
-    """Takes (x, residual, weight, data, scale, h, rstd). Tiles are those of the forward in x's dtype, a row in one
-    piece."""
+    """The launch of the quantisation by rows, a function of (x, residual, weight, data, scale, h, rstd). Tiles are
+    those of the forward in x's dtype, but a row is in one piece."""
     rows, dim = x.shape
     config = configs.pick_fwd_config(rows, dim, x.dtype, _device(x)[0])
     block_n = max(BLOCK, triton.next_power_of_2(dim))
@@ -120,7 +121,7 @@ def _rows_launch(
 
 
 def _transposed_launch(x: torch.Tensor, pitch: int, weight_offset: float, numbers: dict[str, bool]) -> Launch:
-    """Takes (h, rstd, weight, data_t, scale_t)."""
+    """The launch of the transposed copy, a function of (h, rstd, weight, data_t, scale_t)."""
     rows, dim = x.shape
     return Launch(
         _rmsnorm_fp8_transposed_kernel,

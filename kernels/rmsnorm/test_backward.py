@@ -1,4 +1,4 @@
-"""The two directions by themselves: rmsnorm's results, and its gradients from partial sums."""
+"""rmsnorm_forward and rmsnorm_backward: the results of rmsnorm, and its gradients from partial sums."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_traced_calls_are_the_same() -> None:
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_wrong_arguments(eager: bool) -> None:
-    """In the lean call and, as under a mode that sees every function, in that of torch.library."""
+    """Checked in the fast path of eager calls and, under a torch function mode, in the path through torch.library."""
     x, _, dy, _, weight = _inputs(torch.float32, 7, 24)
     _, h, rstd = rmsnorm_forward(x, weight)
     given = dict(dy=dy, h=h, rstd=rstd, weight=weight)

@@ -1,4 +1,4 @@
-"""The forward over a cluster of CTAs: when it runs and what it is told, anywhere; what it computes, on Hopper."""
+"""The forward over a cluster of CTAs: on any machine when it runs, and its launch arguments; on Hopper its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .reference import rmsnorm_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
-# Of each number of CTAs, vectors a thread, and one vector more or less than a whole row of them.
+# Widths for each number of CTAs and of vectors per thread, and one vector more or less than fills all threads.
 WIDTHS = (16392, 20480, 24576, 24584, 32760, 32768, 40968, 49152, 49160, 65528, 65536)
 
 
@@ -29,7 +29,7 @@ def test_every_width_is_covered_once(dtype):
         config, vectors = configs.pick_cluster_config(dim, dtype, True, False), dim * dtype.itemsize // 16
         assert config.ctas in (2, 4, 8, 16) and 4 <= config.vectors <= 6
         assert config.slice % 8 == 0 and config.slice <= config.threads * config.vectors
-        assert config.slice * (config.ctas - 1) < vectors <= config.slice * config.ctas  # the last has something
+        assert config.slice * (config.ctas - 1) < vectors <= config.slice * config.ctas  # the last CTA is not empty
         if config.ctas * config.threads * config.vectors == vectors:
             assert config.slice == config.threads * config.vectors
 
@@ -49,7 +49,7 @@ def test_it_begins_where_one_cta_ends():
 
 
 def test_the_generic_checks_leave_it_to_auto():
-    """They try layouts and sizes that it does not take; auto takes it for those that it does."""
+    """The generic checks try layouts and sizes that "cuda" does not support; "auto" uses it for the supported ones."""
     implementations = {item.implementation for item in checks_of(SPEC, "cpu")}
     assert implementations == {"auto", "triton"}
 
@@ -70,12 +70,12 @@ def test_what_it_does_not_take(monkeypatch):
     assert refused(rows(20480, 20488, start=8)) is None
     assert refused(rows(20480).expand(3, 3, 20480)[0]) is None
     assert refused(rows(20480)[:1].expand(5, 20480)) is None  # a stride of 0
-    assert refused(rows(20480, 20483)[:1]) is None  # that of a single row does not count
+    assert refused(rows(20480, 20483)[:1]) is None  # the stride of a single row does not matter
     assert "16385 to 65536 numbers, not 16384" in refused(rows(16384))
     assert "not 65544" in refused(rows(65544))
     assert "weight of x's dtype torch.bfloat16, not torch.float32" in refused(rows(20480), weight=torch.empty(20480))
     unaligned = "it wants rows on 16-byte boundaries"
-    assert refused(rows(20481)) == unaligned  # those of y
+    assert refused(rows(20481)) == unaligned  # the rows of y
     assert refused(rows(20481)[:1]) == unaligned
     assert refused(rows(20484)) == unaligned
     assert refused(rows(20484, dtype=FP32)) is None
@@ -92,7 +92,7 @@ def test_what_it_does_not_take(monkeypatch):
 
 @pytest.mark.parametrize(("weight", "residual", "save"), [(True, False, True), (False, True, False)])
 def test_what_it_is_told(weight, residual, save, monkeypatch):
-    """Launched on nothing: pointers or none, sizes and strides in vectors."""
+    """Without a GPU, checks which pointers are null, and that sizes and strides are in vectors."""
     compiled, launched = [], []
     monkeypatch.setattr(plans, "_device", lambda x: ((9, 0), 132))
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
@@ -100,7 +100,7 @@ def test_what_it_is_told(weight, residual, save, monkeypatch):
     monkeypatch.setattr(cuda_driver, "parameters", lambda function: ())
     monkeypatch.setattr(cuda_driver, "_packer", lambda layout, places: lambda *values: values)
     monkeypatch.setattr(cuda_driver, "_raw_stream", lambda device: 0)
-    monkeypatch.setattr(cuda_driver, "_current_device", lambda: None)  # a CPU tensor has that index
+    monkeypatch.setattr(cuda_driver, "_current_device", lambda: None)  # the device index of a CPU tensor is None
     monkeypatch.setattr(cuda_driver, "launch", lambda *arguments: launched.append(arguments))
     x = torch.empty(3, 40968 + 64, dtype=BF16, device="cpu")[:, 8:40976]
     r = torch.empty(3, 40968, dtype=BF16, device="cpu") if residual else None
@@ -122,7 +122,7 @@ def test_what_it_is_told(weight, residual, save, monkeypatch):
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("vectors", [4, 5, 6])
 def test_nothing_spills(vectors, dtype, monkeypatch):
-    """At the number of CTAs that registers are limited for."""
+    """Compiled with the register limit that lets `resident` CTAs fit an SM."""
     found = []
 
     def kernels(device: int, source: str, names: tuple, defines: tuple, shared: int) -> tuple:
@@ -144,7 +144,7 @@ def test_nothing_spills(vectors, dtype, monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The launches over a cluster. Skips where there is none."""
+    """Records the cluster launches. Skips where the GPU does not support them."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
     if reason := cuda_driver.no_compiler():
@@ -155,13 +155,13 @@ def launched(monkeypatch):
 
 
 def rows_of(rows: int, dim: int, dtype: torch.dtype, padding: int = 0) -> torch.Tensor:
-    """Rows of very different sizes."""
+    """Rows of very different magnitudes."""
     sizes = torch.rand(rows, 1, device="cuda") * 3 + 0.01
     return (torch.randn(rows, dim + padding, device="cuda") * sizes).to(dtype)[:, padding // 2 :][:, :dim]
 
 
 def check(x, weight=None, residual=None, offset: float = 0.0, save: bool = True) -> None:
-    """Against fp64, from h as it is stored; h bit for bit. Repeats agree bit for bit."""
+    """Compares with fp64, computed from h as stored; h bit for bit. Repeated calls agree bit for bit."""
     plan = plans.fwd_plan(x, weight, residual, 1e-6, offset, save, "auto")
     y, h, rstd = plan(x, weight, residual)
     if residual is not None:
@@ -170,7 +170,7 @@ def check(x, weight=None, residual=None, offset: float = 0.0, save: bool = True)
     want = h.double() * want_rstd[:, None]
     if weight is not None:
         want *= (weight.float() + offset).double()
-    # Half an ulp, and what fp32 loses in the sum, its root and two products.
+    # Half an ulp, plus the fp32 rounding errors of the sum, its root and two products.
     rtol = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 0.0}[x.dtype] + 4e-6
     torch.testing.assert_close(y.double(), want, rtol=rtol, atol=1e-6)
     if save:
@@ -185,7 +185,7 @@ def check(x, weight=None, residual=None, offset: float = 0.0, save: bool = True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", WIDTHS)
 def test_computes_what_it_should(dim, dtype, launched):
-    """More rows than fit at a time, and one; with all that may be given, and nothing."""
+    """Covers more rows than are resident at once, and one row; all optional inputs, and none."""
     weight = torch.randn(dim, device="cuda").to(dtype)
     check(rows_of(301, dim, dtype), weight, rows_of(301, dim, dtype), offset=1.0)
     check(rows_of(301, dim, dtype), weight, save=False)
@@ -239,7 +239,7 @@ def test_gradients(launched):
 
 @pytest.mark.gpu
 def test_in_a_graph_on_a_stream_and_in_a_thread(launched):
-    """A new thread has no context before something makes one current."""
+    """A new thread has no current CUDA context until some call makes one current."""
     x, weight = rows_of(40, 65536, BF16), torch.randn(65536, device="cuda").to(BF16)
     expected, results = rmsnorm(x, weight), []
     torch.cuda.synchronize()
@@ -263,7 +263,7 @@ def test_in_a_graph_on_a_stream_and_in_a_thread(launched):
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements(launched):
-    """Offsets are 64 bits wide: the last rows lie past what 32 reach, of elements and of bytes."""
+    """Offsets are 64 bits wide: the last rows are out of reach of 32-bit offsets, in elements and in bytes."""
     x = torch.randn(2**31 // 65536 + 3, 65536, device="cuda", dtype=BF16)
     y = rmsnorm(x)
     for part in (slice(0, 2), slice(-3, None)):

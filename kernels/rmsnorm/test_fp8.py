@@ -1,4 +1,4 @@
-"""rmsnorm_fp8: to the bit what quantising rmsnorm's result in PyTorch gives."""
+"""rmsnorm_fp8 compared with rmsnorm's result quantised in PyTorch, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16) if DEVICE == "cuda" else
 
 
 def quantised(y: torch.Tensor, dtype: torch.dtype, group: int, pow2: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """By rows in groups of columns, as kernels/fp8 defines it, in fp32."""
+    """y quantised by rows in groups of columns, as kernels/fp8 defines it, in fp32."""
     largest, (rows, dim) = torch.finfo(dtype).max, y.shape
     wide = F.pad(torch.where(y.isfinite(), y.float(), torch.nan), (0, -dim % group)).view(rows, -1, group)
     amax = torch.where(wide.isnan(), 0, wide.abs()).amax(2)
@@ -32,7 +32,7 @@ def quantised(y: torch.Tensor, dtype: torch.dtype, group: int, pow2: bool = Fals
 
 
 def same(ours: torch.Tensor, want: torch.Tensor) -> None:
-    """Equal bits; any NaN equals any other."""
+    """Asserts equal bits, where any NaN equals any other."""
     assert ours.shape == want.shape and ours.dtype == want.dtype and ours.is_contiguous()
     ours, want = (torch.where(t.float().isnan(), 0, t.float()) for t in (ours, want))
     assert torch.equal(ours, want)

@@ -1,4 +1,4 @@
-"""What is special to rmsnorm; `tests/test_specs.py` checks the rest from SPEC."""
+"""Tests specific to rmsnorm; `tests/test_specs.py` checks the rest from SPEC."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_gemma_convention_adds_one_to_the_weight():
 
 
 def test_a_chain_of_residual_layers_equals_the_unfused_one():
-    """The way a transformer uses it: each layer's h is the next one's residual, and both outputs are used."""
+    """As in a transformer: each layer's h is the next one's residual, and both outputs are used."""
     x, r, weight = (
         normal(6, 40, requires_grad=True),
         normal(6, 40, requires_grad=True),
@@ -66,7 +66,7 @@ def test_h_without_a_residual_is_x_and_its_gradient_is_added(frozen):
     want = torch.autograd.grad((rmsnorm(x, weight) * dy).sum() + (x * dh).sum(), leaves)
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(a, b)
-    if frozen != "x":  # of h alone it passes through
+    if frozen != "x":  # a gradient of h alone passes through
         assert torch.equal(torch.autograd.grad(rmsnorm(x, weight, return_h=True)[1], x, dh)[0], dh)
         by_library = torch.vmap(lambda x: torch.stack(rmsnorm(x, weight, return_h=True)))(x[None])
         torch.testing.assert_close(by_library[0], torch.stack((y, x)))
@@ -77,7 +77,7 @@ def test_no_work_for_a_gradient_that_nobody_wants(needed, monkeypatch):
     launched = []
     monkeypatch.setattr(plans, "_rmsnorm_dw_kernel", _spy(plans._rmsnorm_dw_kernel, launched, "dw"))
     monkeypatch.setattr(plans, "_rmsnorm_bwd_kernel", _spy(plans._rmsnorm_bwd_kernel, launched, "bwd"))
-    tensors = {"x": normal(300, 32), "weight": normal(32), "residual": normal(300, 32)}  # of more rows than a CTA takes
+    tensors = {"x": normal(300, 32), "weight": normal(32), "residual": normal(300, 32)}  # more rows than one CTA's tile
     tensors[needed].requires_grad_()
     y, h = rmsnorm(**tensors)
     (y.sum() + h.sum()).backward()
@@ -114,7 +114,7 @@ def test_inference_saves_nothing(monkeypatch):
 
 
 class _spy:
-    """Stands in for a JIT kernel and notes the options of each launch."""
+    """Replaces a JIT kernel and records the options of each launch."""
 
     def __init__(self, jit, launched, name):
         self.jit, self.launched, self.name = jit, launched, name
@@ -134,7 +134,7 @@ def test_the_ops_keep_the_rules_of_torch_library_where_nothing_is_saved():
 
 
 def test_row_stride_is_read_in_place(monkeypatch):
-    """A column slice, as of a fused projection's output, is not copied first."""
+    """A column slice, such as a part of a fused projection's output, is not copied first."""
     packed = normal(10, 96)
     x = packed[:, 32:64]
     assert plans._rows(x).data_ptr() == x.data_ptr()
@@ -143,7 +143,7 @@ def test_row_stride_is_read_in_place(monkeypatch):
 
 @pytest.mark.parametrize("dim", [2049, 2560, 3072, 5120, 6144, 10240])
 def test_a_row_in_two_pieces_equals_pytorch(dim):
-    """One past the first piece, inside the second, and its end."""
+    """Widths that end one column past the first piece, inside the second, and at its end."""
     assert configs.pick_fwd_config(3, dim, torch.float32, (9, 0)).tail
     x, weight, residual = normal(3, dim), normal(dim), normal(3, dim)
     torch.testing.assert_close(rmsnorm(x, weight), F.rms_norm(x, (dim,), weight, 1e-6))
@@ -206,7 +206,7 @@ def test_every_width_has_a_configuration_that_fits_the_shared_memory(dtype, capa
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements():
-    """Offsets are 64 bits wide: the last rows lie past what 32 reach."""
+    """Offsets are 64 bits wide: the last rows are out of reach of 32-bit offsets."""
     x = torch.randn(2**31 // 8192 + 3, 8192, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(8192, device="cuda", dtype=torch.bfloat16)
     y = rmsnorm(x, weight)

@@ -1,11 +1,11 @@
 """RMSNorm for rows too wide for the registers of a CTA. The parameters are those of the kernels in `kernel.py`.
 
-forward   Where `cluster.py` does not support the rows. One CTA per row, in chunks, in two passes. A row of 65536 bf16
-          is 128 KiB; the second pass finds it in L2 (132 CTAs hold 17 MiB of rows in flight, the L2 of an H200 has
+forward   For rows that `cluster.py` does not support. One CTA per row, in chunks, in two passes. A row of 65536 bf16
+          is 128 KiB. The second pass reads it from L2 (132 CTAs have 17 MiB of rows in flight, the L2 of an H200 has
           50 MiB), so x is read from device memory once.
-backward  The mean of each row here, then the kernel of `kernel.py` on slices of the columns. A CTA accumulates dW of
-          its slice in registers over many rows; those of a whole row would not fit. h and dy are read twice, in 16 bits
-          10·R·D bytes rather than 6, but no partial sums of dW go through L2 for each row.
+backward  A kernel here computes the mean of each row; that of `kernel.py` then runs on slices of the columns. A CTA
+          accumulates dW of its slice in registers over many rows; dW of an entire row would not fit. h and dy are read
+          twice, in 16 bits 10·R·D bytes rather than 6, but no partial sums of dW go through L2 for each row.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _rmsnorm_wide_fwd_kernel(
     for start in range(0, dim, BLOCK_N):
         mask = None if EVEN_N else start + cols < dim
         other = None if EVEN_N else 0.0
-        # x + residual is computed again and not read back from h, which other threads of this CTA may have written: no
+        # x + residual is computed again and not read back from h: other threads of this CTA may have written it, and no
         # barrier orders their stores before a load here.
         x_ptrs = x_ptr + wide_row * stride_xm + start + cols
         h = tl.load(x_ptrs, mask=mask, other=other, eviction_policy="evict_first")
@@ -84,7 +84,7 @@ def _rmsnorm_wide_mean_kernel(
     EVEN_N: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """mean(g · x̂) of one row, in chunks of BLOCK_N columns; one CTA a row."""
+    """Writes mean(g · x̂) of one row, in chunks of BLOCK_N columns. One CTA per row."""
     cols = tl.arange(0, BLOCK_N)
     row = tl.program_id(0)
     wide_row = tl.cast(row, tl.int64)

@@ -1,4 +1,4 @@
-"""A decoder layer of Llama on these kernels: attention and feed-forward, forward and backward, in fp8 too."""
+"""A decoder layer of Llama on these kernels: attention and feed-forward, forward and backward, also in fp8."""
 
 from .fp8_linear import fp8_linear
 from .fp8_weights import FP8Weight, fp8_weight

@@ -1,8 +1,8 @@
 """The declaration of llama_layer: cases, cost, peers. `python -m harness bench --kernel llama_layer`.
 
-In cases in fp8 the matrices are quantised beforehand, as a model that is served has them: the inputs are codes, as
-bytes because most of what the checks do with tensors is not defined for float8, and scales. The oracle quantises what
-goes into products as the layer does; how far that is from the layer in x's dtype is held by a test of its own.
+In fp8 cases the matrices are quantised beforehand, as for inference. The inputs are codes and scales; codes are bytes,
+because float8 lacks most operations that the checks need. The oracle quantises the operands of GEMMs as the layer does;
+a separate test bounds the difference from the layer in x's dtype.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def _case(
     adamw: bool = False,
     **dims,
 ) -> Case:
-    """One of Llama 2's layers, or with `dims` a small one under the name `model`. `fp8`: "weights", matrices that are
-    quantised beforehand, or "train", such as are quantised in each call, forward and backward. `adamw`: a step of
-    training, whose weights in 16 bits have masters in fp32."""
+    """A case with one of Llama 2's layers, or with `dims` a small layer under the name `model`. `fp8`: "weights" for
+    matrices that are quantised beforehand, or "train" for those that each call quantises, forward and backward.
+    `adamw`: a training step, in which 16-bit weights have fp32 masters."""
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     words = (
         [part] * (part != "layer")
@@ -58,14 +58,14 @@ def _case(
     mutates: tuple[str, ...] = ()
     if adamw:
         params, modes, mutates = {**params, "adamw": True}, ("train",), _updated(part, dtype)
-    # Triton's interpreter computes small ones in fp32, where fp8_matmul decodes bytes.
+    # Small fp32 cases also run in Triton's interpreter, where fp8_matmul decodes bytes.
     least = (8, 9) if fp8 and dtype != FP32 else (0, 0)
     sizes_of = dict(batch=batch, length=length, **own)
     return Case(name, sizes_of, dtype, params, model in LLAMA2, least, mutates, modes)
 
 
 def _updated(part: str, dtype: torch.dtype) -> tuple[str, ...]:
-    """The names of what a step of training updates, in the order of its results."""
+    """The names of the tensors that a training step updates, in the order of its results."""
     names = [name for name in WEIGHTS if name in WEIGHTS_OF[part]]
     kinds = [kind for kind in STATES if kind != "master" or dtype != FP32]
     return *names, *(state(name, kind) for kind in kinds for name in names)
@@ -85,7 +85,7 @@ CASES = (
     *(_case("7b", 1, s, adamw=True) for s in (512, 1024, 2048, 4096)),
     *(_case(model, 1, 4096, adamw=True) for model in ("13b", "70b")),
     _case("7b", 4, 4096, adamw=True),
-    # For the checks: grouped heads, widths that are no powers of two.
+    # For the checks: grouped heads, widths that are not powers of two.
     _case("tiny", 1, 4, dtype=FP32, hidden=12, heads=2, kv_heads=1, intermediate=10),
     _case("tiny", 2, 3, "ffn", "gelu", FP32, hidden=10, heads=1, kv_heads=1, intermediate=14),
     _case("tiny", 2, 4, dtype=FP32, fp8="weights", hidden=32, heads=2, kv_heads=1, intermediate=48),
@@ -96,7 +96,7 @@ CASES = (
     _case("tiny", 2, 3, "ffn", "gelu", FP32, adamw=True, hidden=10, heads=1, kv_heads=1, intermediate=14),
     _case("tiny", 2, 100, dtype=BF16, adamw=True, hidden=256, heads=4, kv_heads=2, intermediate=352),
 )
-#: What only a suite or --case names: halves of the larger models at fewer tokens, and of four sequences.
+#: Cases that run only in a suite or by --case: parts of the larger models at fewer tokens, and with four sequences.
 SUITE_CASES = (
     *(_case(m, 1, s, part) for m in ("13b", "70b") for part in ("attention", "ffn") for s in (512, 1024, 2048)),
     *(_case(m, 4, s, part) for m in LLAMA2 for part in ("attention", "ffn") for s in (512, 1024, 2048, 4096)),
@@ -106,7 +106,7 @@ HOST_CASES = (_case("host", 1, 16, dtype=BF16, hidden=256, heads=4, kv_heads=2, 
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """Weights of variance 1 / columns, so that every product has about the variance of what goes in."""
+    """Inputs with weights of variance 1 / columns, so that every GEMM's output has about the variance of its input."""
     d, part = case.dims, case.params.get("part", "layer")
     hidden, heads, kv_heads, inner = d["hidden"], d["heads"], d["kv_heads"], d["intermediate"]
     head_dim = hidden // heads
@@ -135,8 +135,8 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 
 def _states(inputs: Inputs, normal: Callable[..., torch.Tensor], device: torch.device | str) -> Inputs:
-    """The gradient of the result, and what AdamW keeps of each weight: moments of gradients of about 1, the second far
-    from 0, whose root is divided by."""
+    """The incoming gradient, and the AdamW states of each weight: moments of gradients of about 1. The second moment is
+    far from 0, as its root is a divisor."""
     own: Inputs = {"dout": normal(*inputs["x"].shape)}
     for name in WEIGHTS:
         if name in inputs:
@@ -149,13 +149,13 @@ def _states(inputs: Inputs, normal: Callable[..., torch.Tensor], device: torch.d
 
 
 def _with_steps(layer: Op, update: Update) -> Op:
-    """The layer or, given the gradient of its result, a step of training."""
+    """Wraps the layer: given the gradient of its result, it performs a training step instead."""
     step = train_step(layer, update)
     return lambda **inputs: step(**inputs) if "dout" in inputs else layer(**inputs)
 
 
 def _stock(load: Callable[[], Op]) -> Callable[[], Op]:
-    """A peer's layer, which is trained with PyTorch's fused AdamW."""
+    """Loads a peer's layer, which is trained with PyTorch's fused AdamW."""
     return lambda: _with_steps(load(), fused_adamw())
 
 
@@ -164,7 +164,7 @@ def _reference(**inputs) -> torch.Tensor | tuple[torch.Tensor, ...]:
 
 
 def _quantised(name: str, tensor: torch.Tensor) -> tuple[tuple[str, torch.Tensor], ...]:
-    """A matrix as codes and a scale for each row; other inputs as they are."""
+    """A matrix as codes and one scale per row; other inputs unchanged."""
     if name not in MATRICES:
         return ((name, tensor),)
     scale = tensor.float().abs().amax(1, keepdim=True).clamp_(min=2.0**-126) / 448
@@ -173,23 +173,23 @@ def _quantised(name: str, tensor: torch.Tensor) -> tuple[tuple[str, torch.Tensor
 
 
 def _of_bytes(op: Op) -> Op:
-    """The op on matrices as they are or, where there are scales, as codes and scales."""
+    """Wraps the op: matrices are passed unchanged or, if there are scales, as codes and scales."""
 
     def layer(**inputs):
         scales = {name: inputs.pop(f"{name}_scale") for name in MATRICES if f"{name}_scale" in inputs}
         codes = {name: inputs[name].view(torch.float8_e4m3fn) for name in scales}
         try:
             return op(**inputs | {name: FP8Weight(codes[name], scales[name]) for name in scales})
-        except (TypeError, ValueError) as error:  # in the names that the arguments have here
+        except (TypeError, ValueError) as error:  # the error must use the harness's names of the arguments
             raise type(error)(str(error).replace(".scale", "_scale")) from error
 
     return layer
 
 
 def cost(case: Case, mode: str) -> Cost:
-    """Matrix products and the pairs of the causal mask; bytes of x, the weights, the result and, backward, of all
-    gradients. The backward has two products for each, attention's five for its two. In a step of training weights are
-    read and written, and so are AdamW's states; its few operations an element are not counted."""
+    """Counts the FLOPs of GEMMs and of the unmasked pairs of attention, and the bytes of x, the weights, the result
+    and, in the backward, of all gradients. The backward has two GEMMs per GEMM, and five for attention's two. A
+    training step reads and writes weights and AdamW's states; AdamW's few operations per element are not counted."""
     d, part = case.dims, case.params.get("part", "layer")
     tokens, hidden, inner = d["batch"] * d["length"], d["hidden"], d["intermediate"]
     head_dim = hidden // d["heads"]
@@ -202,7 +202,7 @@ def cost(case: Case, mode: str) -> Cost:
         weights += (2 if case.params.get("ffn") == "gelu" else 3) * inner * hidden
         vectors += hidden
     tables = 2 * d["length"] * (head_dim // 2) * 4 if pairs else 0
-    # Of a step of training x, the gradient of the result and dx; its result itself need not be written.
+    # A training step moves x, the gradient of the result and dx; the result itself need not be written.
     products, attended, activations, written = {"fwd": (1, 2, 2, 0), "fwd+bwd": (3, 7, 4, 1), "train": (3, 7, 3, 1)}[
         mode
     ]
@@ -215,13 +215,13 @@ def cost(case: Case, mode: str) -> Cost:
         flops = {"fp8": of_products, **({pipe: of_pairs} if pairs else {})}
     if in_fp8 == "weights":
         of_weights = weights + 4 * _rows(case)
-    # Moments, and masters of weights in 16 bits, are read and written in fp32.
+    # Moments, and masters of 16-bit weights, are read and written in fp32.
     of_states = 8 * (2 if case.dtype == FP32 else 3) * (weights + vectors) if mode == "train" else 0
     return Cost(flops=flops, bytes=elements * case.dtype.itemsize + of_weights + of_states + tables)
 
 
 def _rows(case: Case) -> int:
-    """Of all matrices: each has a scale in fp8."""
+    """The number of rows of all matrices; in fp8 each row has a scale."""
     d, part = case.dims, case.params.get("part", "layer")
     of_attention = (d["heads"] + 2 * d["kv_heads"]) * (d["hidden"] // d["heads"]) + d["hidden"]
     of_ffn = (1 if case.params.get("ffn") == "gelu" else 2) * d["intermediate"] + d["hidden"]
@@ -244,7 +244,7 @@ def _torch(
     part,
     eps=1e-5,
 ):
-    """What a PyTorch user would write; products of matrices in fp8 by `scaled_mm`."""
+    """The layer as a PyTorch user would write it; GEMMs with fp8 matrices use `scaled_mm`."""
     if part != "ffn":
         qkv = _linear(F.rms_norm(x, x.shape[-1:], norm_attention, eps), w_qkv)
         qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2)
@@ -346,7 +346,7 @@ def _liger() -> None:
 
 
 def _takes(case: Case, mode: str) -> str | None:
-    """For `_torch`."""
+    """The reason why `_torch` cannot run a case, or None."""
     if case.params.get("fp8") == "train":
         return "scaled_mm has no gradient"
     if case.params.get("fp8") and case.dtype != BF16:
@@ -370,7 +370,7 @@ def _halves(case: Case, mode: str) -> str | None:
 
 
 def _dense() -> Op:
-    """This layer in bf16: of matrices in fp8, others of the same sizes that are made once."""
+    """This layer in bf16. fp8 matrices are replaced by bf16 matrices of the same sizes, allocated once."""
     made: dict[tuple, torch.Tensor] = {}
 
     def matrix(like: torch.Tensor) -> torch.Tensor:
@@ -410,8 +410,9 @@ def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
 
 
 def _product_error(inputs: Inputs) -> float:
-    """Hopper's tensor cores cut sums of fp8 products to 13 bits behind the point, and a number that is rounded to
-    another code on the way is another by a sixteenth: both implementations and eager have some."""
+    """The error allowed for GEMMs. Hopper's tensor cores truncate accumulators of fp8 GEMMs to 13 fractional bits, and
+    an intermediate value that is rounded to another code differs by a sixteenth. Both implementations and eager have
+    such errors."""
     return 2**-12 if "fp8" in inputs or any(name.endswith("_scale") for name in inputs) else 0.0
 
 
@@ -425,7 +426,7 @@ SPEC = KernelSpec(
         "auto": _with_steps(_of_bytes(llama_layer), our_adamw()),
         "fp8_matmul": _of_bytes(partial(llama_layer, backend="fp8_matmul")),
     },
-    # Elsewhere the first is the second.
+    # On other GPUs "auto" is the same as "fp8_matmul".
     min_capability={"fp8_matmul": (9, 0)},
     unsupported_reason=_unsupported_reason,
     alias_reason=_alias_reason,
@@ -472,7 +473,7 @@ SPEC = KernelSpec(
 
 
 def _part(model: str, part: str, *baselines: str) -> Part:
-    """A table of a suite: one part of a model's layer at all lengths that it has."""
+    """A table of a suite: one part of a model's layer at all lengths of its cases."""
     named = [case for case in (*SUITE_CASES, *CASES) if case.name.startswith(f"{model}-b1-")]
     named = [case for case in named if not {"ffn", "fp8", "adamw"} & case.params.keys()]
     chosen = tuple(case.name for case in named if case.params.get("part", "layer") == part)

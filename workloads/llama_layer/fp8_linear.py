@@ -1,4 +1,4 @@
-"""A linear layer whose three products are in fp8, with scales for each row of their operands."""
+"""A linear layer whose three GEMMs are in fp8, with a scale per row of each operand."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from .fp8_weights import UNIT, FP8Weight, check_weight, product
 
 
 def fp8_linear(x: torch.Tensor, weight: torch.Tensor, backend: str = "auto") -> torch.Tensor:
-    """x · weightᵀ [..., N] of x [..., K] and weight [N, K], and its gradients (Micikevicius et al. 2022,
-    arXiv:2209.05433).
+    """Computes x · weightᵀ, with all GEMMs of forward and backward in fp8.
 
         y = x · wᵀ        dx = dy · w        dw = dyᵀ · x
 
-    Each operand is rounded to e4m3 by `ridgeline.fp8`, with a scale for all elements that one sum takes: x, w and dy by
-    rows for one product and by columns for another, both in one call. Of x only the form that dw reads is kept, a byte
-    an element. Where the rows of x are no multiple of 16 they are copied, with zeros to make up for it.
+    Each operand is rounded to e4m3 by `ridgeline.fp8`, with one scale for the elements along K of a GEMM. So x, w and
+    dy are quantised by rows for one GEMM and by columns for another, both in one call. Only the form of x that dw reads
+    is saved, one byte per element. If the number of rows of x is not a multiple of 16, x is copied and padded with
+    zeros.
 
-    Raises as `fp8_weight`.
+    x        [..., K]
+    weight   [N, K]
+    backend  of the GEMMs, as in `llama_layer`
+
+    Returns [..., N]. Raises as `fp8_weight`.
+
+    Source: Micikevicius et al. 2022, arXiv:2209.05433.
     """
     check_weight("fp8_linear", weight)
     return _FP8Linear.apply(x, weight, backend)
@@ -37,7 +43,7 @@ class _FP8Linear(torch.autograd.Function):
         ctx.shape, ctx.backend = x.shape, backend
         y = product(data, scale, FP8Weight(of_w, scale_w), x.dtype, backend)
         rows = x.shape[:-1].numel()
-        # No view: a view that a Function returns must not be overwritten, as `self_attention` does.
+        # Not a view: `self_attention` overwrites the result, which PyTorch forbids for a view that a Function returns.
         return torch.ops.aten._unsafe_view(y if len(y) == rows else y[:rows].clone(), (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
@@ -58,12 +64,12 @@ class _FP8Linear(torch.autograd.Function):
 
 
 def _rows(x: torch.Tensor, summed: bool) -> torch.Tensor:
-    """[rows, columns]; where a product sums over rows, a multiple of 16 of them, the last of zeros."""
+    """x as [rows, columns]. If a GEMM sums over the rows, they are padded with zeros to a multiple of 16."""
     x = x.flatten(0, -2)
     missing = -x.shape[0] % UNIT if summed else 0
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def _of_rows(scale: torch.Tensor) -> torch.Tensor:
-    """The scales of a transposed copy as those of its rows, [N, 1]."""
+    """The scales of a transposed copy as the scales of its rows, [N, 1]."""
     return scale.reshape(-1, 1)

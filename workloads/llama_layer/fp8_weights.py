@@ -1,4 +1,4 @@
-"""Weights in 8 bits, which are quantised once, and the products that read them."""
+"""Weights in fp8, which are quantised once, and the GEMMs that read them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kernels.fp8_matmul import fp8_matmul
 
 UNIT = 16  # rows and columns of a weight are multiples of it
 BACKENDS = ("auto", "cublas", "fp8_matmul")
-FIRST_CAPABILITY = (9, 0)  # of torch's scaled_mm with scales of rows
+FIRST_CAPABILITY = (9, 0)  # lowest compute capability of torch's scaled_mm with a scale per row
 
 
 class FP8Weight(NamedTuple):
-    """A weight [N, K] ≈ data · scale, as `fp8_weight` gives it."""
+    """A weight [N, K] ≈ data · scale, as returned by `fp8_weight`."""
 
     data: torch.Tensor  # [N, K], float8_e4m3fn
     scale: torch.Tensor  # [N, 1], fp32
 
 
 def fp8_weight(weight: torch.Tensor) -> FP8Weight:
-    """A weight [N, K] in e4m3 with a scale for each row, by `ridgeline.fp8`; detached.
+    """Quantises a weight [N, K] to e4m3 with a scale per row, by `ridgeline.fp8`. The result is detached.
 
     Raises TypeError for a wrong dtype, ValueError for a shape other than [N, K] with multiples of 16, RuntimeError for
     a CPU tensor outside Triton's interpreter.
@@ -42,10 +42,10 @@ def check_weight(function: str, weight: torch.Tensor) -> None:
 def product(
     data: torch.Tensor, scale: torch.Tensor, weight: FP8Weight, dtype: torch.dtype, backend: str, fast: bool = True
 ) -> torch.Tensor:
-    """x · weightᵀ [..., N] in `dtype`, of x ≈ data · scale: data [..., K], scale [..., 1].
+    """Computes x · weightᵀ [..., N] in `dtype`, for x ≈ data · scale: data [..., K], scale [..., 1].
 
-    fast: tensor cores form the whole sum, with 14 bits for it on Hopper, where an operand has 4. Otherwise sums of 128
-    terms are added in fp32.
+    fast: the tensor cores accumulate over all of K, with 14 bits on Hopper, where an operand has 4. Otherwise partial
+    sums over 128 elements of K are added in fp32 (promotion).
     """
     rows, of_rows = data.flatten(0, -2), scale.flatten(0, -2)
     if pick_backend(backend, _library_reason(rows, dtype) is None) == "cublas":
@@ -67,7 +67,7 @@ def pick_backend(backend: str, possible: bool) -> str:
 
 
 def _library_reason(rows: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Why torch's scaled_mm does not take these operands, or None."""
+    """Why torch's scaled_mm does not support these operands, or None."""
     if not rows.is_cuda or torch.cuda.get_device_capability(rows.device) < FIRST_CAPABILITY:
         return "it needs compute capability {}.{}".format(*FIRST_CAPABILITY)
     if dtype != torch.bfloat16:
@@ -76,7 +76,7 @@ def _library_reason(rows: torch.Tensor, dtype: torch.dtype) -> str | None:
 
 
 def check_backend(backend: str, in_fp8: bool, x: torch.Tensor) -> None:
-    """ValueError for an unknown one or where products are not in fp8, RuntimeError where it cannot run."""
+    """Raises ValueError for an unknown backend or if the GEMMs are not in fp8, RuntimeError if it cannot run."""
     if backend not in BACKENDS:
         raise ValueError(f"llama_layer: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend != "auto" and not in_fp8:

@@ -1,4 +1,4 @@
-"""The layer: one function over its weights, and a module that owns them."""
+"""The decoder layer: a function of its weights, and a module that owns the weights."""
 
 from __future__ import annotations
 
@@ -69,36 +69,39 @@ def llama_layer(
     fp8: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """A decoder layer of Llama (Touvron et al. 2023, arXiv:2302.13971, section 2.2).
+    """Computes a decoder layer of Llama.
 
         a   = x + W_o · attention(rope(q), rope(k), v)        q, k, v = W_qkv · rmsnorm(x), causal
         out = a + W_down · (silu(gate) · up)                  gate, up = W_up · rmsnorm(a)
-        out = a + W_down · gelu(W_up · rmsnorm(a))            where W_up has as many rows as W_down columns
+        out = a + W_down · gelu(W_up · rmsnorm(a))            if W_up has as many rows as W_down has columns
 
     x               [B, S, hidden]
     norm_attention  [hidden], the weight of the norm before attention; norm_ffn that before the feed-forward
-    w_qkv           [(heads + 2 · kv_heads) · D, hidden]: the rows of W_q, W_k and W_v one after the other
+    w_qkv           [(heads + 2 · kv_heads) · D, hidden]: the rows of W_q, W_k and W_v, concatenated
     w_o             [hidden, heads · D]
     cos, sin        [S, D / 2] of `rope`, halves
     w_up            [2 · intermediate, hidden], the rows of the gate first, or [intermediate, hidden] for GELU
     w_down          [hidden, intermediate]
-    part            "layer", "attention" (returns a) or "ffn" (x is a); what a part does not use may be None
-    fp8             products in fp8, forward and backward. Implied by matrices that are in fp8 already.
-    backend         of products in fp8: "cublas" (torch's scaled_mm: bf16 on compute capability 9.0), "fp8_matmul", or
-                    "auto", the first where it can run
+    part            "layer", "attention" (returns a) or "ffn" (x is a); weights that a part does not use may be None
+    fp8             GEMMs in fp8, forward and backward. Implied by matrices that are already in fp8.
+    backend         of the GEMMs in fp8: "cublas" (torch's scaled_mm: bf16 on compute capability 9.0), "fp8_matmul", or
+                    "auto", which is "cublas" where it can run
 
-    Products are cuBLAS's. The first residual is added in the norm's launch, the second in that of W_down's product.
+    cuBLAS computes the GEMMs. The first residual is added in the norm's launch, the second in the epilogue of W_down's
+    GEMM.
 
-    Products in fp8 are of numbers in e4m3 with a scale for each row; attention itself, norms and residuals stay in x's
-    dtype. The four matrices, or those that a part uses, may be `fp8_weight`s, which are quantised once; otherwise each
-    call quantises them. Without a gradient RMSNorm and SwiGLU quantise their results in the same launch; attention and
-    GELU are followed by a launch that does. With one, see `fp8_linear`.
+    GEMMs in fp8 read e4m3 operands with a scale per row; attention itself, norms and residuals stay in x's dtype. The
+    four matrices, or those that a part uses, may be `fp8_weight`s, which are quantised once; otherwise each call
+    quantises them. Without a gradient, RMSNorm and SwiGLU quantise their results in the same launch; after attention
+    and GELU a separate launch does. With a gradient, see `fp8_linear`.
 
     Returns [B, S, hidden] in dtype of x. Differentiable in x and all weights, unless the matrices are `fp8_weight`s.
 
     Raises TypeError for a wrong dtype, ValueError for an unknown part or backend and for a weight that is missing, of a
     wrong shape or on another device, RuntimeError for CPU tensors outside Triton's interpreter, for a gradient through
     weights in fp8, and for a backend that cannot run.
+
+    Source: Touvron et al. 2023, arXiv:2302.13971, section 2.2.
     """
     given = dict(norm_attention=norm_attention, w_qkv=w_qkv, w_o=w_o, cos=cos, sin=sin)
     given |= dict(norm_ffn=norm_ffn, w_up=w_up, w_down=w_down)
@@ -113,7 +116,7 @@ def llama_layer(
         in_fp8 = True
     if in_fp8:
         return _fp8_layer(x, **given, heads=heads, kv_heads=kv_heads, eps=eps, part=part, backend=backend)
-    # What goes past a norm has its gradient added in that of the norm.
+    # The gradient of the residual path is added in the backward kernel of the norm.
     normed, x = rmsnorm(x, norm_ffn if part == "ffn" else norm_attention, eps, return_h=True)
     linear = partial(fp8_linear, backend=backend) if fp8 else F.linear
     if part != "ffn":
@@ -121,7 +124,7 @@ def llama_layer(
         if part == "attention":
             return _added(mixed, w_o, x, linear)
         normed, x = rmsnorm(linear(mixed, w_o), norm_ffn, eps, residual=x)
-        del mixed  # here and below: most is allocated by the feed-forward
+        del mixed  # here and below: the feed-forward determines peak memory
     up = linear(normed, w_up)
     del normed
     return _ffn(up, x, w_up, w_down, linear, own=part == "layer")
@@ -130,7 +133,7 @@ def llama_layer(
 def _fp8_layer(
     x, norm_attention, w_qkv, w_o, cos, sin, norm_ffn, w_up, w_down, heads, kv_heads, eps, part, backend
 ) -> torch.Tensor:
-    """The same with matrices in fp8, without a gradient."""
+    """`llama_layer` with matrices in fp8, without a gradient."""
 
     def times(made: tuple[torch.Tensor, ...], weight: FP8Weight) -> torch.Tensor:
         data, scale = made
@@ -147,7 +150,7 @@ def _fp8_layer(
         del mixed, projected
     up = times(normed, w_up)
     del normed
-    # GELU has no output with a scale for each row.
+    # gelu has no fp8 output with a scale per row.
     inner = quantised(gelu(up)) if _is_gelu(w_up, w_down) else swiglu_fp8(up, granularity="row")
     return times(inner, w_down).add_(a)
 
@@ -166,10 +169,10 @@ def _no_gradient(**inputs: torch.Tensor | None) -> None:
 
 
 def _ffn(up, residual, w_up, w_down, linear: Linear, own: bool) -> torch.Tensor:
-    """What follows W_up. `own`: nobody else has the residual."""
+    """The feed-forward after W_up. `own`: nothing else refers to the residual, so it may be overwritten."""
     inner = gelu(up) if _is_gelu(w_up, w_down) else swiglu(up)
     if own and linear is F.linear and eager() and not _recorded(inner, w_down):
-        # Without the copy of the residual that addmm begins with.
+        # In place, which avoids the copy of the residual that addmm begins with.
         return residual.flatten(0, -2).addmm_(inner.flatten(0, -2), w_down.t()).view(residual.shape)
     return _added(inner, w_down, residual, linear)
 
@@ -179,7 +182,7 @@ def _is_gelu(w_up: Weight, w_down: Weight) -> bool:
 
 
 def _added(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """residual + x · weightᵀ, added in the epilogue of cuBLAS's product."""
+    """residual + x · weightᵀ, added in the epilogue of cuBLAS's GEMM."""
     if linear is not F.linear:
         return residual + linear(x, weight)
     sum_ = torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.t())
@@ -187,12 +190,12 @@ def _added(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, linear
 
 
 def _matrix(weight: Weight) -> torch.Tensor:
-    """What has a weight's shape."""
+    """The tensor that has a weight's shape: the weight, or its fp8 data."""
     return weight.data if isinstance(weight, FP8Weight) else weight
 
 
 def _check(part, x, heads, kv_heads, norm_attention, w_qkv, w_o, cos, sin, norm_ffn, w_up, w_down) -> bool:
-    """Whether the weights are in fp8."""
+    """Checks all arguments. Returns whether the weights are in fp8."""
     if part not in PARTS:
         raise ValueError(f"llama_layer: part must be one of {', '.join(PARTS)}, got {part!r}")
     if x.dim() != 3:
@@ -234,7 +237,7 @@ def _check(part, x, heads, kv_heads, norm_attention, w_qkv, w_o, cos, sin, norm_
 
 
 def _check_kinds(x: torch.Tensor, needed: dict[str, Weight]) -> bool:
-    """Checks dtypes and devices. Whether the matrices are in fp8."""
+    """Checks dtypes and devices. Returns whether the matrices are in fp8."""
     matrices = {name: value for name, value in needed.items() if name in MATRICES}
     in_fp8 = [name for name, value in matrices.items() if isinstance(value, FP8Weight)]
     if in_fp8 and len(in_fp8) < len(matrices):
@@ -261,7 +264,7 @@ def _check_fp8_weight(name: str, weight: FP8Weight) -> None:
 
 
 def _check_sizes(matrices: dict[str, torch.Tensor]) -> None:
-    """What products in fp8 take of matrices that are not yet."""
+    """Checks that matrices which are not in fp8 yet have sizes that GEMMs in fp8 support."""
     for name, matrix in matrices.items():
         if matrix.shape[0] % UNIT or matrix.shape[1] % UNIT:
             got = list(matrix.shape)
@@ -274,14 +277,14 @@ def _shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 
 class LlamaLayer(nn.Module):
-    """`llama_layer` with weights of its own, initialised as Hugging Face does: normal, of deviation 0.02.
+    """A module of `llama_layer` that owns its weights, initialised as in Hugging Face: normal, standard deviation 0.02.
 
-    forward(x [B, S, hidden]) returns [B, S, hidden]; positions are 0 … S − 1. `load_llama` takes the state dict of a
-    LlamaDecoderLayer, whose matrices it joins.
+    forward(x [B, S, hidden]) returns [B, S, hidden]; positions are 0 … S − 1. `load_llama` loads the state dict of a
+    LlamaDecoderLayer, whose matrices it concatenates.
 
-    fp8: products in fp8. Without a gradient each matrix is quantised at the first call and kept beside the parameter,
-    until that is replaced or changed in place. A change that its version does not count (through `.data`, by another
-    library, in the replay of a CUDA graph) is not seen: call `forget_fp8` after it.
+    fp8: GEMMs in fp8. Without a gradient each matrix is quantised at the first call and cached with the parameter,
+    until that is replaced or changed in place. A change that the tensor's version does not count (through `.data`, by
+    another library, in the replay of a CUDA graph) is not noticed: call `forget_fp8` after it.
     """
 
     def __init__(
@@ -312,7 +315,7 @@ class LlamaLayer(nn.Module):
         self._quantised: dict[str, tuple[nn.Parameter, tuple, FP8Weight]] = {}
 
     def load_llama(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes the weights of a LlamaDecoderLayer. Raises KeyError for a missing one."""
+        """Loads the weights of a LlamaDecoderLayer. Raises KeyError for a missing one."""
         joined = {
             "norm_attention": [state["input_layernorm.weight"]],
             "w_qkv": [state[f"self_attn.{name}_proj.weight"] for name in "qkv"],
@@ -324,14 +327,14 @@ class LlamaLayer(nn.Module):
         self.load_state_dict({name: torch.cat(parts) for name, parts in joined.items()})
 
     def angles(self, device: torch.device, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [length, D / 2] in fp32, kept for the lengths that were used."""
+        """cos and sin [length, D / 2] in fp32, cached by length."""
         key = device, length
         if key not in self._angles:
             self._angles[key] = rope_tables(length, self.config.head_dim, self.config.rope_base, device)
         return self._angles[key]
 
     def quantised(self, name: str) -> FP8Weight:
-        """A matrix in fp8, kept for as long as the parameter is the same and unchanged."""
+        """A matrix in fp8, cached while the parameter is the same and unchanged."""
         weight = getattr(self, name)
         state = weight._version, weight.data_ptr(), weight.dtype, weight.device
         kept = self._quantised.get(name)
@@ -340,7 +343,7 @@ class LlamaLayer(nn.Module):
         return kept[2]
 
     def forget_fp8(self) -> None:
-        """The next call quantises all matrices anew."""
+        """Clears the cache, so that the next call quantises all matrices again."""
         self._quantised.clear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

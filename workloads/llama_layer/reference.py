@@ -1,8 +1,8 @@
-"""llama_layer in plain PyTorch, in the dtype that it is given, attention's matrix in memory: in fp64 the oracle.
+"""llama_layer in plain PyTorch, in the dtype of its inputs, with the matrix of scores in memory: in fp64 the oracle.
 
-A weight may be a pair of codes [N, K] in float8_e4m3fn and scales [N, 1]: what it is multiplied by is then rounded to
-e4m3 with a scale for each row too, as kernels/fp8 defines it. With `fp8` weights are tensors, and all
-operands of products are rounded so, also those of the backward.
+A weight may be a pair of codes [N, K] in float8_e4m3fn and scales [N, 1]. The other operand of its GEMM is then also
+rounded to e4m3 with a scale per row, as kernels/fp8 defines it. With `fp8` weights are tensors, and all operands of
+GEMMs are rounded so, also in the backward.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def llama_layer_reference(
 
 
 def llama_train_reference(dout: torch.Tensor, **inputs) -> tuple[torch.Tensor, ...]:
-    """A step of training: dx, then the weights, their masters, and both moments after AdamW of step 10, as new tensors.
+    """A training step: dx, then the weights, their masters, and both moments after AdamW's step 10, as new tensors.
 
     w ← w − lr · 0.1 · w − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + eps)      m, v: the new moments, w: the master
     """
@@ -87,7 +87,7 @@ def _product(x: torch.Tensor, weight: Weight, fp8: bool) -> torch.Tensor:
 
 
 class _Rounded(torch.autograd.Function):
-    """A product of rounded operands, whose gradients are too."""
+    """The autograd function of a GEMM whose operands are rounded, in the backward too."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -114,7 +114,7 @@ def _wide(x: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values of e4m3 and the scale of each row: x ≈ values · scale. What is not finite is NaN."""
+    """(e4m3 values, scale of each row): x ≈ values · scale. Values that are not finite become NaN."""
     x = torch.where(x.isfinite(), x, torch.nan)
     amax = torch.where(x.isnan(), 0, x.abs()).amax(-1, keepdim=True)
     scale = torch.where(amax > 0, (amax * (1 / 448)).clamp(min=2.0**-126), 1.0)

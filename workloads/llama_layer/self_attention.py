@@ -1,4 +1,4 @@
-"""Causal attention of one product for q, k and v, whose slices are rotated and read in place."""
+"""Causal attention on the output of one GEMM for q, k and v, whose slices are rotated and read in place."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kernels.rope import rope
 
 
 def self_attention(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
-    """[B, S, heads · D], before W_o, of the product [B, S, (heads + 2 · kv_heads) · D], which is the caller's to give
-    away: it may be overwritten."""
+    """Attention [B, S, heads · D], before W_o, of qkv [B, S, (heads + 2 · kv_heads) · D]. qkv may be overwritten, so
+    the caller must not use it afterwards."""
     recorded = torch.is_grad_enabled() and qkv.requires_grad
-    # In fp32 autograd of `attention` keeps more of the softmax than lse. rope refuses tables that require a gradient.
+    # In fp32, autograd of `attention` saves more of the softmax than lse. rope rejects tables that require a gradient.
     packed = qkv.dtype != torch.float32 and eager() and not cos.requires_grad and not sin.requires_grad
     if recorded and packed:
         return _SelfAttention.apply(qkv, cos, sin, heads, kv_heads)
@@ -25,13 +25,14 @@ def self_attention(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, head
 
 
 def eager() -> bool:
-    """Neither under torch.compile nor in a functorch transform, in which nothing is to be overwritten."""
+    """Whether the call is eager: neither under torch.compile nor in a functorch transform, which forbid overwriting."""
     return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
 class _SelfAttention(torch.autograd.Function):
-    """The gradients of q, k and v are slices of one tensor from the start, in which the rotation is undone: autograd of
-    the slices would join them by a copy. The rotation overwrites qkv, which no product's backward reads."""
+    """The autograd function of `self_attention`. It writes the gradients of q, k and v to slices of one tensor, in
+    which it inverts the rotation; autograd of the slices would concatenate them with a copy. The rotation overwrites
+    qkv, which no GEMM's backward reads."""
 
     @staticmethod
     def forward(ctx, qkv, cos, sin, heads, kv_heads):
@@ -57,10 +58,10 @@ class _SelfAttention(torch.autograd.Function):
 
 
 def _heads(qkv: torch.Tensor, heads: int, kv_heads: int) -> tuple[torch.Tensor, ...]:
-    """q, k and v [B, S, heads, D], slices."""
+    """q, k and v [B, S, heads, D] as slices of qkv."""
     return qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=2)
 
 
 def _by_heads(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """[B, heads, S, D], as attention has them."""
+    """The tensors in attention's layout, [B, heads, S, D]."""
     return tuple(t.transpose(1, 2) for t in tensors)

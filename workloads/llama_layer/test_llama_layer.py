@@ -1,4 +1,4 @@
-"""What is special to the layer: its parts, the module, and Hugging Face's layer with the same weights."""
+"""Tests specific to the layer: its parts, the module, and Hugging Face's layer with the same weights."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_row_of_the_plain_layer_has_nothing_of_ligers() -> None:
 
 
 def test_costs_are_those_of_the_published_sizes() -> None:
-    """202 million weights of a layer of 7B; at 4096 tokens the products have 12 times the FLOPs of attention."""
+    """A layer of 7B has 202 million weights; at 4096 tokens the GEMMs have 12 times the FLOPs of attention."""
     case = SPEC.case("7b-b1-s4096-bf16")
     weights = 4 * 4096 * 4096 + 3 * 4096 * 11008
     attention = 2 * 2 * 128 * (32 * 4096 * 4097 // 2)
@@ -129,7 +129,7 @@ def test_it_says_what_it_cannot_take() -> None:
 
 @pytest.mark.parametrize("frozen", [(), ("w_qkv",), ("x", "norm_attention")])
 def test_gradients_of_slices_are_written_into_one_tensor(frozen: tuple[str, ...]) -> None:
-    """In 16 bits, where the attention has an autograd.Function of its own. Its result without gradients is the same."""
+    """In 16 bits, where attention has its own autograd function. Its result without gradients is the same."""
     given = inputs("tiny-b1-s4-fp32")
     given |= {name: t.half() for name, t in given.items() if isinstance(t, torch.Tensor) and name not in ("cos", "sin")}
     leaves = {name: given[name] for name in SPEC.grads if name not in frozen}
@@ -152,7 +152,7 @@ def test_gradients_of_slices_are_written_into_one_tensor(frozen: tuple[str, ...]
 
 @pytest.mark.parametrize("name", ["tiny-b1-s4-adamw-fp32", "tiny-b2-s3-ffn-gelu-adamw-fp32"])
 def test_a_step_of_training_is_that_of_pytorchs_optimizer(name: str) -> None:
-    """AdamW of ours and PyTorch's fused one after the same backward, against torch.optim after the reference's."""
+    """Our AdamW and PyTorch's fused one, after the same backward, compared with torch.optim after the reference's."""
     case = SPEC.case(name)
     given = inputs(name)
     peer = next(baseline for baseline in SPEC.baselines if baseline.name == "torch-sdpa").load()
@@ -198,7 +198,7 @@ def test_a_step_in_16_bits_updates_masters_and_rounds_them() -> None:
 
 @pytest.mark.parametrize("name", ["tiny-b1-s4-fp32", "tiny-b2-s4-fp8-fp32"])
 def test_before_the_feed_forward_all_but_the_residual_is_free(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a gradient: what its two largest tensors stand beside counts for the peak of a call."""
+    """Without a gradient. A tensor that lives as long as the feed-forward's two largest ones adds to peak memory."""
     given, made = inputs(name), []
 
     def keeping(function):
@@ -245,8 +245,8 @@ def relative(difference: torch.Tensor, of: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("ffn", ["swiglu", "gelu"])
 def test_the_rounding_to_8_bits_is_a_few_percent_of_what_the_layer_adds(ffn: str) -> None:
-    """A number in e4m3 is up to 1/16 off, 2.6 % in the root of the mean square; a product has two such operands, and
-    W_down's come after another."""
+    """An e4m3 value has a relative error of up to 1/16, 2.6 % root mean square. A GEMM has two such operands, and that
+    of W_down follows another GEMM."""
     layer = LlamaLayer(LayerConfig(128, 4, 2, 160, ffn=ffn), device=DEVICE)
     with torch.no_grad():
         for name in MATRICES:
@@ -263,7 +263,7 @@ def test_the_parts_make_up_the_layer_in_fp8() -> None:
     scales = {name: given.pop(f"{name}_scale") for name in MATRICES}
     given |= {name: FP8Weight(given[name].view(torch.float8_e4m3fn), scales[name]) for name in MATRICES}
     halfway = llama_layer(**{**given, "part": "attention"})
-    # A sum that is rounded otherwise on a GPU's tensor cores may go to the next number of 8 bits.
+    # A sum that a GPU's tensor cores round differently may be quantised to the adjacent fp8 value.
     torch.testing.assert_close(
         llama_layer(**{**given, "x": halfway, "part": "ffn"}), llama_layer(**given), rtol=1e-2, atol=5e-2
     )
@@ -285,7 +285,7 @@ def test_a_weight_in_fp8_is_kept_until_its_parameter_changes() -> None:
         assert torch.equal(layer(x), before)
         layer.w_o = torch.nn.Parameter(layer.w_o.flip(0))
         assert not torch.equal(layer(x), before)
-        layer.w_o.data.copy_(layer.w_o.flip(0))  # no version counts this
+        layer.w_o.data.copy_(layer.w_o.flip(0))  # does not change the tensor's version
         layer.forget_fp8()
         assert torch.equal(layer(x), before)
         assert torch.equal(copy.deepcopy(layer)(x), before)
@@ -303,7 +303,7 @@ def test_gradients_in_fp8_are_a_few_percent_off_and_the_result_is_that_without()
     out = layer(x)
     found = torch.autograd.grad(out, leaves, dout)
     with torch.no_grad():
-        # What is quantised in other launches is the same; sums of a GPU's tensor cores are not to the bit.
+        # Quantisation in separate launches gives the same codes, but accumulation in a GPU's tensor cores differs.
         assert relative(layer(x) - out, out - x) < 0.02
     layer.fp8 = False
     exact = torch.autograd.grad(layer(x), leaves, dout)
@@ -321,7 +321,7 @@ def test_sizes_in_fp8_are_multiples_of_16() -> None:
         fp8_linear(x, layer.w_qkv[:7])
     for name in MATRICES:
         getattr(layer, name).requires_grad_(False)
-    assert layer(x).requires_grad  # of the norms alone
+    assert layer(x).requires_grad  # only the norms require a gradient
 
 
 def test_rows_that_are_made_up_with_zeros_change_nothing() -> None:
@@ -407,7 +407,7 @@ def test_both_products_in_fp8_agree_in_bf16(ffn: str) -> None:
 
 @pytest.mark.gpu
 def test_in_fp32_it_is_within_1e_4_of_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without TF32: the layer and its gradients against fp64."""
+    """Without TF32, compares the layer and its gradients with fp64."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     layer = LlamaLayer(LayerConfig(512, 4, 2, 1376), device=DEVICE)
     x = torch.randn(2, 200, 512, device=DEVICE, requires_grad=True)

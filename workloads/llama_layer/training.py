@@ -1,4 +1,4 @@
-"""A step of training of one layer: forward, backward, and AdamW in place."""
+"""A training step of one layer: forward, backward, and AdamW in place."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kernels.adamw import PointerTables, adamw
 
 WEIGHTS = ("norm_attention", "w_qkv", "w_o", "norm_ffn", "w_up", "w_down")
 HYPER = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-STEP = 10  # its number, from which the moments' bias follows
-STATES = ("master", "exp_avg", "exp_avg_sq")  # of each weight, in fp32; a master where the weight is not
+STEP = 10  # the step number, which determines the bias correction
+STATES = ("master", "exp_avg", "exp_avg_sq")  # of each weight, in fp32; no master if the weight is fp32
 
 Layer = Callable[..., torch.Tensor]
 #: (weights, gradients, masters or None, first and second moments): all but the gradients are updated in place
@@ -21,19 +21,19 @@ Update = Callable[[list, Sequence, "list | None", list, list], None]
 
 
 def state(name: str, kind: str) -> str:
-    """The argument of a step that has this state of a weight."""
+    """The name of the step's argument for this state of a weight."""
     return f"{name}_{kind}"
 
 
 def train_step(layer: Layer, update: Update) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """`step(dout, **inputs)` of a layer that is differentiable.
+    """Returns a training step, `step(dout, **inputs)`, of a differentiable layer.
 
         dx, dw = gradients of Σ layer(x, w) · dout      w, master, exp_avg, exp_avg_sq ← AdamW(dw)
 
-    The arguments are the layer's, the gradient of its result, and the states of each weight by the names of `state`.
-    Returns dx, and what was updated: the weights, their masters where there are some, the first and second moments.
-    Raises TypeError for a wrong dtype and ValueError for a wrong shape or device of dout or a state, TypeError for x or
-    a weight that is not floating-point, and what layer and update raise.
+    The step's arguments are those of the layer, dout, the gradient of its result, and the states of each weight by the
+    names of `state`. The step returns dx and the updated tensors: the weights, their masters if there are any, the
+    first and second moments. It raises TypeError for a wrong dtype and ValueError for a wrong shape or device of dout
+    or a state, TypeError for x or a weight that is not floating-point, and the errors of layer and update.
     """
 
     def step(dout: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -75,7 +75,7 @@ def _taken(inputs: dict[str, Any], names: list[str], kind: str) -> list[torch.Te
 
 
 def our_adamw() -> Update:
-    """All weights in one launch, which rounds the masters to the weights too."""
+    """Our AdamW: one launch for all weights, which also rounds the masters to the weights."""
     tables = PointerTables()
 
     def update(weights, grads, masters, first, second) -> None:
@@ -85,8 +85,8 @@ def our_adamw() -> Update:
 
 
 def fused_adamw() -> Update:
-    """PyTorch's fused AdamW. It takes weights, gradients and moments of one dtype: of weights in 16 bits the gradients
-    are widened first, and the masters rounded after it."""
+    """PyTorch's fused AdamW. It requires weights, gradients and moments of the same dtype: for 16-bit weights the
+    gradients are converted to fp32 first, and the masters are rounded afterwards."""
     steps: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
 
     def update(weights, grads, masters, first, second) -> None:
@@ -94,7 +94,7 @@ def fused_adamw() -> Update:
         if key not in steps:
             steps[key] = [torch.zeros((), device=key[0]) for _ in weights]
         torch._foreach_zero_(steps[key])
-        torch._foreach_add_(steps[key], STEP - 1)  # the step adds 1 before it is used
+        torch._foreach_add_(steps[key], STEP - 1)  # the optimizer adds 1 before it uses the step
         (beta1, beta2), rates = HYPER["betas"], {name: HYPER[name] for name in ("lr", "eps", "weight_decay")}
         wide, given = (weights, list(grads)) if masters is None else (masters, [g.float() for g in grads])
         options = dict(amsgrad=False, maximize=False, fused=True, beta1=beta1, beta2=beta2, **rates)

@@ -1,4 +1,4 @@
-"""A training step of Hugging Face models on these kernels, by `ridgeline.patch`, beside the same step without."""
+"""A training step of Hugging Face models on these kernels, by `ridgeline.patch`, and the same step without them."""
 
 from .step import SIZES, Sizes, patched_model
 

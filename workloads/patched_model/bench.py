@@ -22,10 +22,10 @@ from .step import SIZES, Sizes, patched_model, places, views
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MUTATED = ("weights", "exp_avg", "exp_avg_sq", "step")
-#: Layers of the model that stands in for one that is timed, whose other sizes are the same: enough for one layer to
-#: pass its result to another.
+#: Layers of the model that replaces a timed one in the checks. Its other sizes are the same. Two layers suffice for one
+#: layer to pass its result to another.
 STAND_IN_LAYERS = 2
-#: Of the loss of a model in bf16: logits are rounded to 8 bits, each by itself, and a mean over thousands is taken.
+#: Relative error of the loss of a bf16 model: logits are rounded to 8 bits independently, and thousands are averaged.
 LOSS_ERROR = 1e-3
 TINY = {
     "tiny-llama": Sizes("llama", 24, 2, 4, 2, 8, 20, 37, 1e-5, 10_000.0),
@@ -49,7 +49,7 @@ def _case(name: str, sizes: Sizes, batch: int, length: int, dtype: torch.dtype =
 
 CASES = (
     *(_case(name, sizes, b, s) for name, sizes in SIZES.items() for b, s in ((4, 2048), (1, 4096))),
-    # For the checks: grouped heads, widths that are no powers of two; in bf16 on a GPU.
+    # For the checks: grouped heads, widths that are not powers of two; in bf16 on a GPU.
     *(_case(name, sizes, 2, 5, FP32) for name, sizes in TINY.items()),
     *(_case(name, sizes, 2, 130) for name, sizes in SMALL.items()),
 )
@@ -61,8 +61,8 @@ def sizes_of(case: Case) -> Sizes:
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """Matrices as a fresh model has them, of deviation 0.02, and norms about 1; moments of the size that gradients of
-    norm 1 have."""
+    """Inputs as of a new model: matrices with standard deviation 0.02, norms about 1, and moments as of gradients of
+    norm 1."""
     sizes, d = sizes_of(case), case.dims
     _, length = places(sizes)
 
@@ -85,8 +85,8 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 
 def cost(case: Case, mode: str) -> Cost:
-    """Products of the forward three times, attention's three and a half times, each causal; the logits of tokens that
-    have a successor. Weights and moments read and written."""
+    """Counts the forward's GEMMs three times, those of attention, which is causal, three and a half times, and logits
+    only of tokens that have a successor. Weights and moments are read and written."""
     s, d = sizes_of(case), case.dims
     found, length = places(s)
     tokens, predicted = d["batch"] * d["length"], d["batch"] * (d["length"] - 1)
@@ -99,7 +99,7 @@ def cost(case: Case, mode: str) -> Cost:
 
 
 def stand_in(case: Case) -> StandIn | None:
-    """Of a case that is benched. The oracle of a whole model with its moments takes more than is left beside it."""
+    """The stand-in of a timed case, whose model leaves too little memory for an oracle of the same size."""
     if not case.bench:
         return None
     smaller = dataclasses.replace(
@@ -161,7 +161,7 @@ SPEC = KernelSpec(
     grads=(),
     modes=("train",),
     determinism={"train": "on request"},
-    # Weights and what is between products are rounded to the dtype of the model.
+    # Weights and intermediate results are rounded to the dtype of the model.
     product_error=lambda inputs: 0.0 if inputs["weights"].dtype != BF16 else torch.finfo(BF16).eps / 2,
     stand_in=stand_in,
     unit="tokens",

@@ -1,4 +1,4 @@
-"""The same step by the model as it is, by torch.compile and by Liger's model: `loss_fn` of `patched_model`."""
+"""The same step with the unpatched model, with torch.compile and with Liger's model: `loss_fn` of `patched_model`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def plain(sizes: Sizes, device: torch.device) -> Loss:
 
 @lru_cache(maxsize=8)
 def compiled(sizes: Sizes, device: torch.device) -> Loss:
-    """The whole model with its loss. A graph is bound to its shapes."""
+    """The loss of the entire model under torch.compile, which specialises on its shapes."""
     return torch.compile(loss_of(made(sizes, device)), dynamic=False)
 
 
 def liger(apply: dict[str, Callable[..., None]]) -> Callable[[Sizes, torch.device], Loss]:
-    """Of a model that Liger's functions, by their families, have changed."""
+    """The loss of a model to which Liger's function for its family was applied."""
 
     @lru_cache(maxsize=8)
     def loss_fn(sizes: Sizes, device: torch.device) -> Loss:

@@ -1,6 +1,6 @@
 """The oracle of a training step in plain PyTorch, every formula written out: the models of `Sizes`, and AdamW.
 
-What is kept for the backward is the input of each layer, so that fp64 fits where the weights do.
+Only the input of each layer is saved for the backward, so that fp64 fits in memory wherever the weights do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .step import BETAS, EPS, WEIGHT_DECAY, Sizes, places, views
 
-ROWS = 1024  # of the logits at a time
+ROWS = 1024  # rows of logits that are computed at once
 
 _kept_input = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
@@ -28,8 +28,8 @@ def patched_model_reference(
     sizes: Sizes,
     lr: float = 1e-4,
 ) -> tuple[torch.Tensor, ...]:
-    """(loss, weights, exp_avg, exp_avg_sq, step) after one step, as new tensors; the model in the dtype of weights,
-    AdamW in fp32 at least."""
+    """(loss, weights, exp_avg, exp_avg_sq, step) after one step, as new tensors. The model is computed in the dtype of
+    weights, AdamW at least in fp32."""
     names = [name for name, _, _ in places(sizes)[0]]
     loss, grads = _differentiated(tokens, weights, sizes, names)
     wide = torch.promote_types(weights.dtype, torch.float32)
@@ -52,8 +52,8 @@ def patched_model_reference(
 def loss_and_norms(
     tokens: torch.Tensor, weights: torch.Tensor, norms_avg: torch.Tensor, *, sizes: Sizes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss, and exp_avg after one step of the weights of all norms, which it was `norms_avg` of before. A norm
-    stands before, in or after each part of a layer: its gradient depends on all of the model."""
+    """(loss, exp_avg of the weights of all norms after one step). `norms_avg` is that exp_avg before the step. Each
+    part of a layer has a norm before, in or after it, so these gradients depend on the entire model."""
     names = norms(sizes)
     loss, grads = _differentiated(tokens, weights, sizes, names)
     wide = torch.promote_types(weights.dtype, torch.float32)
@@ -67,7 +67,7 @@ def norms(sizes: Sizes) -> list[str]:
 
 
 def of_norms(vector: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """What a vector of all parameters has for those, one after the other."""
+    """The elements of the norms in a vector of all parameters, concatenated."""
     found = views(vector, sizes)
     return torch.cat([found[name] for name in norms(sizes)])
 
@@ -75,7 +75,7 @@ def of_norms(vector: torch.Tensor, sizes: Sizes) -> torch.Tensor:
 def _differentiated(
     tokens: torch.Tensor, weights: torch.Tensor, sizes: Sizes, names: list[str]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """The loss, in fp32 at least, and the gradients of the parameters of these names."""
+    """(loss, at least in fp32; gradients of the parameters with these names)."""
     with torch.enable_grad():
         p = {name: view.detach() for name, view in views(weights, sizes).items()}
         leaves = [p[name].requires_grad_() for name in names]

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-ALIGNMENT = 64  # elements between the beginnings of parameters: no parameter is unaligned
+ALIGNMENT = 64  # parameters begin at multiples of this many elements, so that all are aligned
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 1e-2
 STATES = ("weights", "exp_avg", "exp_avg_sq")
 FAMILIES = {"llama": "Llama", "qwen3": "Qwen3"}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
-#: (tokens, parameters by their names) -> loss
+#: (tokens, parameters by name) -> loss
 Loss = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model whose output matrix is its embedding; the names are those of transformers' configurations."""
+    """The sizes of a model with tied embeddings, under the names of transformers' configurations."""
 
     family: str
     hidden_size: int
@@ -36,8 +36,8 @@ class Sizes:
     rope_theta: float
 
 
-#: The published configurations of meta-llama/Llama-3.2-1B and Qwen/Qwen3-0.6B. Llama's scaling of the frequencies is
-#: left out: it changes the values of a table.
+#: The published configurations of meta-llama/Llama-3.2-1B and Qwen/Qwen3-0.6B. Llama's scaling of the rotary
+#: frequencies is omitted: it changes only the values of a table.
 SIZES = {
     "llama-1b": Sizes("llama", 2048, 16, 32, 8, 64, 8192, 128_256, 1e-5, 500_000.0),
     "qwen3-0.6b": Sizes("qwen3", 1024, 28, 16, 8, 128, 3072, 151_936, 1e-6, 1_000_000.0),
@@ -46,7 +46,7 @@ SIZES = {
 
 @lru_cache(maxsize=64)
 def places(sizes: Sizes) -> tuple[tuple[tuple[str, int, tuple[int, ...]], ...], int]:
-    """(name, offset, shape) of each parameter in one long vector, and the vector's length."""
+    """((name, offset, shape) of each parameter in one vector, length of the vector)."""
     found, offset = [], 0
     for name, shape in _shapes(sizes).items():
         found.append((name, offset, shape))
@@ -77,13 +77,13 @@ def _shapes(s: Sizes) -> dict[str, tuple[int, ...]]:
 
 
 def views(vector: torch.Tensor, sizes: Sizes) -> dict[str, torch.Tensor]:
-    """The parameters in a vector, without a copy."""
+    """The parameters as views of a vector, by name."""
     return {name: vector[at : at + prod(shape)].view(shape) for name, at, shape in places(sizes)[0]}
 
 
 def made(sizes: Sizes, device: torch.device, architectures: Any = None) -> Any:
-    """transformers' causal language model of these sizes, in training, with attention by SDPA. It has no weights: they
-    are given at each call. `architectures` is the module with its class, transformers itself by default."""
+    """transformers' causal language model of these sizes, in training mode, with SDPA. It has no weights: each call
+    passes them. `architectures` is the module with the model's class, by default transformers."""
     import transformers
 
     family = FAMILIES[sizes.family]
@@ -101,16 +101,16 @@ def made(sizes: Sizes, device: torch.device, architectures: Any = None) -> Any:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # weights are drawn even where there are none
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # random numbers are drawn even for meta tensors
         model = getattr(architectures or transformers, f"{family}ForCausalLM")(config)
     rotary = model.model.rotary_emb
-    with torch.device(device):  # its frequencies are no parameters
+    with torch.device(device):  # the rotary frequencies are not parameters, so they need real memory
         model.model.rotary_emb = type(rotary)(config)
     return model.train()
 
 
 def loss_of(model: Any) -> Loss:
-    """The loss of a model as a function of its parameters too."""
+    """The loss of a model as a function of tokens and parameters."""
 
     def loss(tokens: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.func.functional_call(model, parameters, (), {"input_ids": tokens, "labels": tokens}).loss
@@ -136,20 +136,25 @@ def patched_model(
     lr: float = 1e-4,
     loss_fn: Callable[[Sizes, torch.device], Loss] = _patched,
 ) -> tuple[torch.Tensor, ...]:
-    """Loss, gradients and AdamW in place: (loss, weights, exp_avg, exp_avg_sq, step).
+    """Computes one training step in place: loss, gradients and AdamW.
 
         loss = mean over all but the last token of each row of −log p(next token),   p of the model's softmax
-        weights, exp_avg, exp_avg_sq ← AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)
+        weights, exp_avg, exp_avg_sq ← AdamW
 
-    tokens      int64 [B, S], S > 1, which are the labels too
-    weights, exp_avg, exp_avg_sq  vectors of one dtype, fp32, fp16 or bf16: all parameters one after the other as
-                `places` says. That dtype is the model's
+    tokens      int64 [B, S], S > 1, which are also the labels
+    weights, exp_avg, exp_avg_sq  vectors of one dtype, fp32, fp16 or bf16, which is also the model's: all parameters,
+                concatenated as `places` defines
     step        fp32 scalar, the number of steps before this one
-    loss_fn     (sizes, device) -> the loss as a function of tokens and parameters; by default of the model that
-                `ridgeline.patch` was applied to
+    loss_fn     (sizes, device) -> the loss as a function of tokens and parameters; by default that of the model with
+                `ridgeline.patch` applied
 
-    The optimizer is PyTorch's fused AdamW whatever the model: a difference is the model's. The loss is fp32.
+    The optimizer is PyTorch's fused AdamW for every loss_fn, so that differences are due to the model.
+
+    Returns (loss, weights, exp_avg, exp_avg_sq, step). The loss is fp32.
+
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, ImportError without transformers.
+
+    AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101.
     """
     _check(tokens, {"weights": weights, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, step, sizes)
     with torch.enable_grad():

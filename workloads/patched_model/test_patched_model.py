@@ -1,4 +1,4 @@
-"""The models are those of transformers, the peers change nobody else's, and what stands in for a case finds faults."""
+"""Tests that the models are those of transformers, peers do not change other models, and stand-ins detect faults."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_parameters_are_those_of_the_model(sizes) -> None:
 
 
 def test_the_sizes_are_the_published_ones() -> None:
-    """1.24 and 0.60 billion parameters."""
+    """The models have 1.24 and 0.60 billion parameters."""
     counts = {name: sum(torch.Size(shape).numel() for _, _, shape in places(s)[0]) for name, s in SIZES.items()}
     assert counts == {"llama-1b": 1_235_814_400, "qwen3-0.6b": 596_049_920}
 
@@ -83,7 +83,7 @@ def test_a_library_that_changes_a_module_changes_its_own_copy() -> None:
 
 
 def test_cost_counts_what_a_model_multiplies() -> None:
-    """All pairs of tokens, and the logits of each row's last token too, are what a plain model multiplies."""
+    """A plain model computes all pairs of tokens, and also the logits of each row's last token."""
     case = TINY_CASES[0]
     given, sizes, d = inputs_of(case), sizes_of(case), case.dims
     leaves = {name: p.detach().requires_grad_() for name, p in views(given["weights"], sizes).items()}
@@ -94,7 +94,7 @@ def test_cost_counts_what_a_model_multiplies() -> None:
     more_logits = 3 * 2 * d["batch"] * sizes.vocab_size * sizes.hidden_size
     pairs = d["batch"] * sizes.num_attention_heads * d["length"]
     attended = 4 * sizes.num_hidden_layers * sizes.head_dim * pairs
-    # With the scores in memory no product is made again: three times the forward's, not three and a half times.
+    # With the scores in memory no GEMM is repeated: three times the forward's, not three and a half times.
     more_attended = 3 * attended * d["length"] - 3.5 * attended * (d["length"] + 1) / 2
     assert SPEC.cost(case, "train").total_flops + more_logits + more_attended == pytest.approx(
         counter.get_total_flops(), rel=1e-6
@@ -111,7 +111,7 @@ def test_what_stands_in_has_all_sizes_but_the_layers() -> None:
 
 
 def by(change):
-    """patched_model with another loss, or with results changed: (the call, its inputs) -> results."""
+    """patched_model with another loss, or with changed results: (call, inputs) -> results."""
     return lambda **given: change(partial(patched_model, loss_fn=plain), given)
 
 
@@ -121,7 +121,7 @@ def _other_loss(call, given):
 
 
 def _a_layer_less(call, given):
-    """The gradient of the first layer's norm is left out."""
+    """A fault: the gradient of the first layer's norm is missing."""
     at = next(at for name, at, _ in places(given["sizes"])[0] if name.endswith("layers.0.input_layernorm.weight"))
     before = given["exp_avg"][at].clone()
     found = call(**given)
@@ -152,7 +152,7 @@ def _other_tokens(call, given):
     ],
 )
 def test_on_what_is_timed_faults_are_found(change, reason: str) -> None:
-    """That are none on the smaller case: the fault is in the model of two layers, the smaller one has one."""
+    """Faults that the smaller case cannot show: they need a model of two layers, and the smaller case has one."""
     case = TINY_CASES[0]
     one_layer = dataclasses.replace(case, name="one", dims={**case.dims, "num_hidden_layers": 1})
     declared = stand_in(dataclasses.replace(case, bench=True))
@@ -210,7 +210,7 @@ def test_it_is_found() -> None:
 @pytest.mark.gpu(min_capability=(8, 0))
 @pytest.mark.parametrize("name", SMALL)
 def test_a_captured_step_is_the_eager_one(name: str) -> None:
-    """The patched model in ridgeline's TrainStep, in one CUDA graph."""
+    """The patched model in TrainStep, captured in one CUDA graph."""
     from kernels.patch import patch
     from kernels.train import TrainStep
 

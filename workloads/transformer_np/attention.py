@@ -1,7 +1,7 @@
-"""Attention of all points over the context, by any of several implementations; and which one PyTorch would pick.
+"""Attention of all points over the context, with a choice of implementations, and a query for PyTorch's own choice.
 
-`context_attention` is ridgeline's with the projections of q, k and v around it, in one autograd.Function: gradients are
-written where the next product reads them.
+`context_attention` combines ridgeline's attention and the projections of q, k and v in one autograd function: gradients
+are written where the next GEMM reads them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _sdpa(backend: SDPBackend) -> Attend:
     return attend
 
 
-#: What `attend` knows by name. "fp8" has no gradient.
+#: The implementations that `attend` finds by name. "fp8" has no gradient.
 IMPLEMENTATIONS: dict[str, Attend] = {
     "auto": attention,
     "separate": partial(attention, backward="separate"),
@@ -41,13 +41,13 @@ IMPLEMENTATIONS: dict[str, Attend] = {
 }
 
 
-#: Names that `context_attention` takes, and ridgeline's backward of each.
+#: The names that `context_attention` supports, and ridgeline's backward of each.
 WITH_PROJECTIONS = {"auto": "auto", "separate": "separate", "fused": "fused"}
 
 
 def attend(name: str | Attend) -> Attend:
-    """(q [B, H, M + N, D], k and v [B, H, M, D]) -> [B, H, M + N, D]: the implementation of a name, or a function as it
-    is. ValueError for an unknown name."""
+    """The implementation of a name: (q [B, H, M + N, D], k and v [B, H, M, D]) -> [B, H, M + N, D]. A function is
+    returned unchanged. Raises ValueError for an unknown name."""
     if not isinstance(name, str):
         return name
     if name not in IMPLEMENTATIONS:
@@ -65,7 +65,7 @@ def context_attention(
     backward: str = "auto",
     again: tuple[Again, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Attention of the rows of x from `start` on over the first `context`, before the output projection.
+    """Computes attention of the rows of x from `start` on over the first `context` rows, before the output projection.
 
         q = x[:, start:] W_qᵀ     k, v = x[:, :context] W_kvᵀ     out = softmax(q kᵀ / √D) v
 
@@ -73,16 +73,16 @@ def context_attention(
     w_q       [d, d]
     w_kv      [2 d, d], the rows of W_k first; both of x's dtype
     start     0, or `context`
-    backward  of `attention`
-    again     a function and a tensor of which it makes x. Then x, q, k and v are not kept: the backward computes them
-              from that tensor. What attention returned is kept in either case
+    backward  as in `attention`
+    again     a function, and a tensor from which it computes x. Then x, q, k and v are not saved: the backward computes
+              them from that tensor. The output of attention is saved in either case
 
-    Returns [B, S − start, d], differentiable in x and both weights. Beside autograd over `attention` its backward has
-    no copy that joins the gradients of k and v, none that fills up that of a slice of x with zeros, and no sum of the
-    two gradients of x: the product of the second adds to that of the first. With a batch of more than 1 the context's
-    rows are copied together, once.
+    Returns [B, S − start, d], differentiable in x and both weights. Compared to autograd over `attention`, its backward
+    saves three passes: the copy that concatenates the gradients of k and v, the copy that pads the gradient of a slice
+    of x with zeros, and the sum of the two gradients of x, as the second GEMM accumulates onto the first. With a batch
+    of more than 1 the context's rows are copied to contiguous memory once.
 
-    Raises ValueError for another start, and what `attention` raises.
+    Raises ValueError for another start, and the errors of `attention`.
     """
     if start not in (0, context):
         raise ValueError(f"context_attention: start must be 0 or context, {context}, got {start}")
@@ -121,13 +121,13 @@ class _ContextAttention(torch.autograd.Function):
 def _projected(
     x: torch.Tensor, w_q: torch.Tensor, w_kv: torch.Tensor, context: int, start: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows of x that ask, those that are asked, q, and k and v side by side."""
+    """(rows of the queries, rows of the context, q, k and v concatenated along columns)."""
     asking, asked = _together(x[:, start:]), _together(x[:, :context])
     return asking, asked, F.linear(asking, w_q), F.linear(asked, w_kv)
 
 
 def _joined(of_q: torch.Tensor, dkv: torch.Tensor, w_kv: torch.Tensor, ctx) -> torch.Tensor:
-    """The gradient of x: of_q [B, S − start, d] and dkv · W_kv [B, context, d], each in its rows."""
+    """The gradient of x: the sum of of_q [B, S − start, d] and dkv · W_kv [B, context, d], each added to its rows."""
     if ctx.start:
         return torch.cat((dkv @ w_kv, of_q), 1)
     if len(of_q) == 1:
@@ -138,13 +138,14 @@ def _joined(of_q: torch.Tensor, dkv: torch.Tensor, w_kv: torch.Tensor, ctx) -> t
 
 
 def _by_heads(q: torch.Tensor, kv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [B, H, S, D], and k and v [B, H, M, D] as slices of kv, all without a copy."""
+    """(q [B, H, S, D], k and v [B, H, M, D]) as views of q and kv."""
     k, v = kv.unflatten(-1, (2, heads, -1)).unbind(2)
     return q.unflatten(-1, (heads, -1)).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def _together(rows: torch.Tensor) -> torch.Tensor:
-    """rows, contiguous; copied 8 bytes at a time where alignment allows, since PyTorch copies a slice by elements."""
+    """The rows, contiguous. They are copied 8 bytes at a time if alignment allows, since PyTorch copies a slice by
+    elements."""
     if rows.is_contiguous():
         return rows
     wide = 8 // rows.element_size()
@@ -162,10 +163,11 @@ def require_flash(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
 ) -> str:
-    """The backend that F.scaled_dot_product_attention picks for a TransformerNP of these sizes in training:
-    "flash_attention", "cudnn_attention", "efficient_attention" or "math". Allocates q, k and v for the question.
+    """Returns the backend that F.scaled_dot_product_attention selects for a TransformerNP of these sizes in training:
+    "flash_attention", "cudnn_attention", "efficient_attention" or "math". Allocates q and k for the query.
 
-    Warns, with PyTorch's reasons, where it is "math", which holds the matrix of scores in memory, or "efficient".
+    Warns, with PyTorch's reasons, if it is "math", which holds the matrix of scores in memory, or
+    "efficient_attention".
     """
     made = (torch.empty(batch, n, heads, head_dim, dtype=dtype, device=device) for n in (context + targets, context))
     q, k = (t.transpose(1, 2).requires_grad_() for t in made)

@@ -28,18 +28,18 @@ from .whole import pick_layers
 BF16, FP32 = torch.bfloat16, torch.float32
 MUTATED = ("weights", "exp_avg", "exp_avg_sq", "step")
 SHAPES = ((64, 500), (10_000, 1000), (200_000, 5000))
-#: The batch that all rows fit into 80 GB with, for each number of context points.
+#: For each number of context points, the batch with which all rows of the table fit in 80 GB.
 BATCHES = {64: 64, 10_000: 4, 200_000: 1}
 FULL = Sizes()
 TINY = Sizes(layers=1, d_model=16, heads=2, d_ff=12, components=3, padding=8)
 HOST = Sizes(layers=2, d_model=128, heads=2, d_ff=200, components=4, padding=64)
-#: The most that a case has whose step is computed in fp64.
+#: The largest sizes of a case whose step is computed in fp64.
 STAND_IN = {"layers": 2, "context": 300, "targets": 200, "batch": 2}
-LONG = 10_000  # points of a context beyond which a stage takes seconds
-LOSS_ERROR = 2e-3  # relative; a mean over all targets, whose products are rounded to bf16
+LONG = 10_000  # context points above which a stage takes seconds
+LOSS_ERROR = 2e-3  # relative error of the loss, a mean over all targets, with GEMM outputs rounded to bf16
 RECOMPILES = 128
 STOCK: dict[str, Any] = dict(mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch")
-#: Ours with one part of PyTorch's: what each part brings.
+#: Ours with one part replaced by PyTorch's, to measure the gain of each part.
 ABLATIONS: dict[str, dict[str, str]] = {
     "torch-attention": dict(attention="sdpa"),
     "torch-mlp": dict(mlp="torch"),
@@ -48,7 +48,7 @@ ABLATIONS: dict[str, dict[str, str]] = {
     "separate-loss": dict(loss_impl="separate"),
     "torch-loss": dict(loss_impl="torch"),
     "torch-adamw": dict(optimizer="torch"),
-    # What of few rows is fused: all layers; then, with layers apart, weights' gradients over layers, and q, k and v.
+    # The fusions for few rows: all layers; then, with layers apart, the weight gradients of layers, and q, k and v.
     "apart-layers": dict(layers_impl="apart"),
     "inline-gradients": dict(layers_impl="apart", weight_gradients="inline"),
     "apart-projections": dict(layers_impl="apart", projections="apart"),
@@ -69,7 +69,7 @@ ABLATION_TEXTS = {
     "apart-projections": "ours, but launches for each layer, and q by a product of its own",
     "auto": "ours",
 }
-NO_AUTOTUNED_GRAPH = "max-autotune-no-cudagraphs"  # the harness has a column of its own for CUDA graphs
+NO_AUTOTUNED_GRAPH = "max-autotune-no-cudagraphs"  # the harness has a separate column for CUDA graphs
 
 
 def _case(
@@ -110,7 +110,7 @@ def sizes_of(case: Case) -> Sizes:
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """Weights as a model begins with, moments of the size that gradients of norm 1 have, and random points."""
+    """Inputs with the weights of a new model, moments as of gradients of norm 1, and random points."""
     sizes, d = sizes_of(case), case.dims
     found, length = places(sizes)
 
@@ -138,7 +138,8 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 
 def stand_in(case: Case) -> StandIn | None:
-    """Of many points: every check on fewer and two layers, of the whole that all results are finite and the loss."""
+    """The stand-in of a case of many points. Every check runs on fewer points and two layers; of the case itself only
+    the loss, and that all results are finite, are checked."""
     if case.dims["context"] <= STAND_IN["context"]:
         return None
     dims = {name: min(size, STAND_IN.get(name, size)) for name, size in case.dims.items()}
@@ -155,9 +156,9 @@ def stand_in(case: Case) -> StandIn | None:
 
 
 def cost(case: Case, mode: str) -> Cost:
-    """Products of the forward three times, attention's three and a half times; weights and moments read and written.
-    The padding of the MLPs is not counted, nor what is computed again for a checkpoint, nor in the last layer what only
-    the context's rows would need."""
+    """Counts the forward's GEMMs three times, those of attention three and a half times; weights and moments are read
+    and written. Not counted are the padding of the MLPs, recomputation for a checkpoint, and work of the last layer
+    that only the context's rows would need."""
     s, d = sizes_of(case), case.dims
     rows, keys, answers = (
         d["batch"] * (d["context"] + d["targets"]),
@@ -165,7 +166,7 @@ def cost(case: Case, mode: str) -> Cost:
         d["batch"] * d["targets"],
     )
     width, hidden = s.d_model, s.d_ff
-    asking = (s.layers - 1) * rows + answers  # the last layer's rows of the context are keys alone
+    asking = (s.layers - 1) * rows + answers  # in the last layer the context's rows are only keys and values
     layers = 4 * width * width * (asking + s.layers * keys) + 4 * width * hidden * asking
     scores = 4 * asking * d["context"] * width
     embedding = 2 * rows * width * (s.x_dim + 2 + width)
@@ -177,9 +178,9 @@ def cost(case: Case, mode: str) -> Cost:
 
 
 def stage_seconds(implementation: str, case: Case, mode: str, device: torch.device) -> dict[str, float] | None:
-    """Of ours, and of PyTorch's parts without torch.compile, which would compile a stage to something else than it is
-    in a step; the weights in the products' dtype. None for the others, as ours with a part exchanged, whose stage is
-    PyTorch's, and where stages are computed again."""
+    """Seconds of each stage of ours and of PyTorch's, with the weights in the GEMMs' dtype. Without torch.compile,
+    which would compile a stage differently from a step. None for other implementations, such as ours with a part
+    replaced, whose stage is PyTorch's, and if stages are computed again."""
     parts: dict[str, dict[str, str]] = {"auto": {}, "torch-flash": dict(attention="sdpa-flash", **STOCK)}
     if implementation not in parts or case.params:
         return None
@@ -190,8 +191,8 @@ def stage_seconds(implementation: str, case: Case, mode: str, device: torch.devi
     if implementation == "auto":
         optimizer: torch.optim.Optimizer = AdamW(model.parameters(), master_weights=case.dtype != FP32)
     else:
-        # It takes gradients of the parameters' dtype alone: as in the step the weights that it updates are fp32. That
-        # gradients are converted before is in none of the stages.
+        # This optimizer supports only gradients in the parameters' dtype. As in the step, it updates fp32 weights. The
+        # conversion of the gradients is in none of the stages.
         exact = [torch.nn.Parameter(parameter.detach().float()) for parameter in model.parameters()]
         optimizer = torch.optim.AdamW(exact, fused=True, capturable=True)
         for parameter in exact:
@@ -224,10 +225,10 @@ def _alias(implementation: str, case: Case, mode: str) -> str | None:
 
 
 def _stock(attention: Any, compile: str | None = None) -> Callable[[], Op]:
-    """The same step in PyTorch: its own RMSNorm and losses, AdamW fused or compiled, the hidden padded."""
+    """The same step in PyTorch: with its RMSNorm and losses, fused or compiled AdamW, and the hidden padded."""
 
     def load() -> Op:
-        if compile is not None:  # beyond its limit a function runs uncompiled, and all cases of all peers are one
+        if compile is not None:  # past torch.compile's limit a function runs uncompiled; all cases of all peers count
             limit = torch._dynamo.config.recompile_limit
             torch._dynamo.config.recompile_limit = max(limit, RECOMPILES)
         optimizer = "torch" if compile is None else "torch-compile"
@@ -291,7 +292,7 @@ SPEC = KernelSpec(
     grads=(),
     modes=("train",),
     determinism={"train": "on request"},
-    # Weights and what is between products are rounded to `dtype`.
+    # Weights and intermediate results are rounded to `dtype`.
     product_error=lambda inputs: 0.0 if inputs["dtype"] is None else torch.finfo(inputs["dtype"]).eps / 2,
     unit="tokens",
     items=lambda case: case.dims["batch"] * (case.dims["context"] + case.dims["targets"]),

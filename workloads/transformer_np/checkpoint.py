@@ -1,4 +1,4 @@
-"""What the backward of a block computes again instead of keeping it."""
+"""Activation checkpointing: intermediate results that the backward of a block computes again instead of saving them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Again = Callable[[torch.Tensor], torch.Tensor]
 
 
 def recomputed(function: Callable[..., Result], *args: object) -> Result:
-    """function(*args), of which the arguments alone are kept."""
+    """function(*args), of which only the arguments are saved."""
     # There is nothing random in a block, and a generator's state cannot be read while a CUDA graph is captured.
     return checkpointed(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def recomputed_but_attention(function: Callable[..., Result], *args: object) -> Result:
-    """The same, where what attention returns is kept as well, by whichever op of PyTorch or ridgeline. Attention that
-    is no such op, as a function of one's own, is computed again."""
+    """As `recomputed`, but the output of attention is saved as well, for every attention op of PyTorch or ridgeline.
+    Attention by any other function is computed again."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     return checkpointed(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
@@ -38,8 +38,8 @@ class _Source(NamedTuple):
 def from_source(
     function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, again: Again, source: torch.Tensor
 ) -> torch.Tensor:
-    """function(x), whose backward is given again(source) wherever it would have kept x. The source is some other op's
-    to keep. Unlike a checkpoint this does not call `function` once more."""
+    """function(x), whose backward uses again(source) instead of a saved x. Another op must save the source. Unlike a
+    checkpoint, this does not call `function` again."""
     address, shape, source = x.data_ptr(), x.shape, source.detach()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | _Source:

@@ -1,4 +1,4 @@
-"""The parts of a block, whose backward leaves the gradients of weights to a place of `weight_gradients`."""
+"""The parts of a block, whose backward defers the gradients of weights to a `Place` of `weight_gradients`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .weight_gradients import Place, as_they_lie, pick_projections
 
 
 def stacked_weights(w_q: torch.Tensor, w_kv: torch.Tensor) -> torch.Tensor | None:
-    """[3 d, d] where w_kv follows w_q in one memory, without a copy; else None."""
+    """[w_q; w_kv] as a view [3 d, d] if w_kv directly follows w_q in memory, otherwise None."""
     halves = as_they_lie([w_q, *w_kv.chunk(2)]) if w_kv.shape[0] == 2 * w_q.shape[0] else None
     return None if halves is None else halves.flatten(0, 1)
 
@@ -20,7 +20,7 @@ def stacked_weights(w_q: torch.Tensor, w_kv: torch.Tensor) -> torch.Tensor | Non
 def norm(
     x: torch.Tensor, branch: torch.Tensor | None, weight: torch.Tensor, eps: float, place: Place, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normalised rows of x + branch, and that sum, with the gradient of the weight left to `place`."""
+    """(normalised rows of x + branch, x + branch). The gradient of the weight is deferred to `place`."""
     return _Norm.apply(x, branch, place.token, place, kind, eps, weight.detach())
 
 
@@ -58,11 +58,11 @@ def projected_attention(
     backward: str = "auto",
     projections: str = "auto",
 ) -> torch.Tensor:
-    """softmax(q kᵀ / √D) v W_outᵀ of q = x W_qᵀ and k, v = x[:, :context] W_kvᵀ. As `context_attention`, with the
-    output projection, and the gradients of the weights left to `place`.
+    """softmax(q kᵀ / √D) v W_outᵀ with q = x W_qᵀ and k, v = x[:, :context] W_kvᵀ: `context_attention` with the output
+    projection. The gradients of the weights are deferred to `place`.
 
-    projections  "joint": one product gives q, k and v of all rows, where the weights lie one after the other in memory;
-                 "apart": two products; "auto" as `pick_projections` says
+    projections  "joint": one GEMM computes q, k and v of all rows, if the weights are consecutive in memory; "apart":
+                 two GEMMs; "auto": the choice of `pick_projections`
     """
     wanted = projections if projections != "auto" else pick_projections(len(x), x.shape[1] - context)
     given = [weight.to(x.dtype).detach() for weight in (w_q, w_kv, w_out)]
@@ -137,20 +137,20 @@ def _attention_backward(ctx, dout, qkv, out, lse, into) -> None:
 
 
 def _heads_of(qkv: torch.Tensor, context: int, heads: int) -> tuple[torch.Tensor, ...]:
-    """q [B, H, S, D], k and v [B, H, context, D] of [B, S, 3 d], without a copy."""
+    """(q [B, H, S, D], k and v [B, H, context, D]) as views of [B, S, 3 d]."""
     q, k, v = (t.transpose(1, 2) for t in qkv.unflatten(-1, (3, heads, -1)).unbind(2))
     return q, k[:, :, :context], v[:, :, :context]
 
 
 def _by_heads(q: torch.Tensor, kv: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
-    """The same of q [B, S, d] and kv [B, context, 2 d]."""
+    """The views of `_heads_of` for q [B, S, d] and kv [B, context, 2 d]."""
     k, v = (t.transpose(1, 2) for t in kv.unflatten(-1, (2, heads, -1)).unbind(2))
     return q.unflatten(-1, (heads, -1)).transpose(1, 2), k, v
 
 
 def feed_forward(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, place: Place) -> torch.Tensor:
-    """down · silu(up · x), with the gradients of the weights left to `place`. Of few rows cuBLAS and a pass for the
-    activation take no longer than a product with an epilogue."""
+    """down · silu(up · x). The gradients of the weights are deferred to `place`. For few rows, cuBLAS and a separate
+    activation kernel take no longer than a GEMM with a fused epilogue."""
     return _FeedForward.apply(x, place.token, place, *(weight.to(x.dtype).detach() for weight in (up, down)))
 
 
@@ -158,7 +158,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, token, place, up, down):
         pre = F.linear(x, up)
-        # No saved tensor: other layers write beside it, which autograd would take for a change of it.
+        # Not a saved tensor: other layers write to the same buffer, which autograd would treat as an in-place change.
         ctx.place, ctx.hidden = place, place.operands.room("hidden", place.layer, pre, pre.shape)
         torch.ops.aten.silu.out(pre, out=ctx.hidden)
         ctx.save_for_backward(x, pre, up, down)

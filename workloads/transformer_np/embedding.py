@@ -1,13 +1,13 @@
-"""The embedding of the points: W₂ silu(W₁ f + b₁) + b₂, whose first product has x_dim + 2 terms.
+"""The embedding of the points: W₂ silu(W₁ f + b₁) + b₂. The first GEMM has K = x_dim + 2.
 
     f = (x, y, 1) of a context point, (x, 0, 0) of a target
 
-A library's product of three terms reads operands that are not aligned, its gradient has three columns, and the features
-are joined by six launches. Here one kernel reads the points and writes the hidden, and in the backward one computes the
-hidden's argument again and sums the gradients of W₁ and of both biases, another adds the parts. The second product and
-its gradients are the library's.
+A library's GEMM with K = 3 reads unaligned operands, its gradient has three columns, and concatenating the features
+takes six launches. Here one kernel reads the points and writes the hidden. In the backward one kernel computes the
+pre-activation again and sums the gradients of W₁ and of both biases, and another adds the partial sums. The second GEMM
+and its gradients use the library.
 
-Napkin maths, 36 096 rows of 512 in bf16: the hidden is 37 MB, written once and read in the backward with its gradient
+Estimate, 36 096 rows of 512 in bf16: the hidden is 37 MB and is written once. The backward reads it with its gradient
 and that of the result, 110 MB: 9 and 26 µs at 4254 GB/s.
 """
 
@@ -27,7 +27,7 @@ _FORWARD, _BACKWARD = Plans(), Plans()
 
 @dataclass(frozen=True)
 class Config:
-    """Rows and columns of a block, and into how many parts the rows of a sum are split at most."""
+    """Rows and columns of a block, and the largest number of parts into which the rows of a sum are split."""
 
     block_r: int
     block_d: int
@@ -35,12 +35,13 @@ class Config:
 
 
 def pick_config(rows: int, width: int) -> Config:
-    """Pure. 128 parts of four blocks of columns are four CTAs for each of 132 SMs, and 564 rows are 36 parts of 16."""
+    """Configuration of the kernels. Pure. 128 parts of four column blocks are four CTAs per SM for 132 SMs; 564 rows
+    are 36 parts of 16."""
     return Config(block_r=16, block_d=min(128, triton.next_power_of_2(width)), parts=128)
 
 
 def takes(first: torch.nn.Linear, second: torch.nn.Linear, x_context: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether `embedded` computes this call: eager, plain tensors of a GPU or in Triton's interpreter, points in fp32
+    """Whether `embedded` supports this call: eager, plain tensors on a GPU or in Triton's interpreter, points in fp32
     without a gradient, no autocast."""
     points = (x_context, *others)
     plain = lean(x_context, *others, first.weight, first.bias, second.weight, second.bias)
@@ -58,8 +59,8 @@ def embedded(
     second: torch.nn.Linear,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[B, M + N, d] in `dtype`, of points in fp32, which are rounded to it, as the weights are. Sums are fp32, and the
-    gradients in a fixed order. Differentiable once, in the parameters."""
+    """The embedding [B, M + N, d] in `dtype`, to which the fp32 points and the weights are rounded. Sums are fp32;
+    those of the gradients have a fixed order. Differentiable once, in the parameters."""
     weights = [t.to(dtype) for t in (first.weight, first.bias, second.weight, second.bias)]
     points = (t.contiguous() for t in (x_context, y_context, x_target))
     return _Embedding.apply(*points, *weights)
@@ -99,14 +100,14 @@ def _key(x_context: torch.Tensor, x_target: torch.Tensor, w1: torch.Tensor) -> t
 
 
 def _fixed(x_context: torch.Tensor, x_target: torch.Tensor) -> tuple[int, int, int]:
-    """Rows, rows of a sequence, and of its context."""
+    """(rows in all, rows per sequence, context rows per sequence)."""
     batch, context, _ = x_context.shape
     points = context + x_target.shape[1]
     return batch * points, points, context
 
 
 def _block_f(w1: torch.Tensor) -> int:
-    """Features and the bias's 1, and no fewer than a product in Triton takes."""
+    """The number of features and the bias's 1, padded to the smallest K that a Triton dot supports."""
     return max(16, triton.next_power_of_2(w1.shape[1] + 1))
 
 
@@ -128,7 +129,7 @@ def _forward_launch(x_context: torch.Tensor, x_target: torch.Tensor, w1: torch.T
 
 
 class _Sums:
-    """Gradients of W₁, b₁ and b₂, given the points, W₁, b₁ and the gradients of the hidden and of the result."""
+    """Computes the gradients of W₁, b₁ and b₂ from the points, W₁, b₁ and the gradients of hidden and result."""
 
     def __init__(self, x_context: torch.Tensor, x_target: torch.Tensor, w1: torch.Tensor, width: int) -> None:
         fixed, hidden, features = _fixed(x_context, x_target), *w1.shape
@@ -173,7 +174,7 @@ def _features(
     x_context_ptr, y_context_ptr, x_target_ptr, row, rows, points, context,
     X_DIM: tl.constexpr, BLOCK_F: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """f of these rows, rounded to DTYPE, and a 1 behind it for the bias; zeros in other columns and rows. fp32."""
+    """f of these rows, rounded to DTYPE, followed by a 1 for the bias; zeros in other columns and rows. In fp32."""
     sequence, i, k = row // points, row % points, tl.arange(0, BLOCK_F)[None, :]
     of_context, of_target = ((row < rows) & (i < context))[:, None], ((row < rows) & (i >= context))[:, None]
     at = sequence.to(tl.int64) * context + i
@@ -187,7 +188,7 @@ def _features(
 
 @triton.jit
 def _weights(w1_ptr, b1_ptr, column, hidden, X_DIM: tl.constexpr, BLOCK_F: tl.constexpr):
-    """[W₁, b₁]ᵀ of these columns, fp32."""
+    """[W₁, b₁]ᵀ of these columns, in fp32."""
     k, there = tl.arange(0, BLOCK_F)[:, None], (column < hidden)[None, :]
     at = column.to(tl.int64)[None, :]
     w = tl.load(w1_ptr + at * (X_DIM + 2) + k, mask=there & (k < X_DIM + 2), other=0.0)
@@ -200,7 +201,7 @@ def _transformer_np_embedding_kernel(
     x_context_ptr, y_context_ptr, x_target_ptr, w1_ptr, b1_ptr, hidden_ptr, rows, points, context, hidden,
     X_DIM: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """hidden = silu(W₁ f + b₁)."""
+    """Writes hidden = silu(W₁ f + b₁)."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     f = _features(
@@ -219,7 +220,7 @@ def _transformer_np_embedding_sums_kernel(
     rows, points, context, hidden, width, pitch, part,
     X_DIM: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """parts[p, k] = Σ dpre f_k, of the bias at k = X_DIM + 2, and Σ dy at X_DIM + 3, over the `part` rows of part p."""
+    """Writes parts[p, k] = Σ dpre f_k over the `part` rows of part p. k = X_DIM + 2 is the bias; X_DIM + 3 is Σ dy."""
     first = tl.program_id(0) * part
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     end = tl.minimum(first + part, rows)
@@ -252,7 +253,7 @@ def _transformer_np_embedding_add_kernel(
     parts_ptr, dw1_ptr, db1_ptr, db2_ptr, parts, hidden, width, features, pitch,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Adds the parts of sum k, and writes it where it belongs."""
+    """Adds the parts of sum k and writes the result to the gradient that it belongs to."""
     column, k = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.program_id(1)
     sums = tl.zeros([BLOCK_P, BLOCK_D], dtype=tl.float32)
     for first in tl.range(0, parts, BLOCK_P):

@@ -1,4 +1,4 @@
-"""What a training step of TransformerNP will take, in bytes and seconds, before it is run."""
+"""Prediction of the memory, in bytes, and the time, in seconds, of a training step of TransformerNP."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from .sm90 import layers as launches
 from .step import Sizes, places
 from .weight_gradients import pick_weight_gradients
 
-CHUNK = 8448  # rows of which heads_mlp has the hidden's gradient in memory
-CUBLAS_WORKSPACE = 32 << 20  # of each stream, on Hopper
+CHUNK = 8448  # rows for which heads_mlp holds the hidden's gradient in memory at once
+CUBLAS_WORKSPACE = 32 << 20  # bytes per stream, on Hopper
 TILE = 128
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU reaches inside a step.
+    """The rates that a GPU reaches in a step.
 
-    matmul     FLOP/s of a product whose tiles fill all SMs
+    matmul     FLOP/s of a GEMM whose tiles fill all SMs
     attention  FLOP/s of attention, forward and backward, over many keys
     bandwidth  bytes/s of DRAM
-    launch     seconds that a kernel takes beyond its work, in a CUDA graph: its start, and its last CTAs
+    launch     seconds of overhead per kernel in a CUDA graph: its start, and its last CTAs
     operands   bytes/s at which attention over few keys reads and writes q, k, v, its output and their gradients;
-               0 takes `bandwidth`
-    sms        what a wave of tiles has
-    layer      seconds of a layer, forward and backward without its weights' gradients, where all layers are one
-               launch; 0 for a GPU without these kernels
+               0 means `bandwidth`
+    sms        number of SMs, which is the number of tiles in a wave
+    layer      seconds of a layer, forward and backward without its weights' gradients, if all layers are one launch;
+               0 for a GPU without these kernels
     """
 
     matmul: float
@@ -42,7 +42,7 @@ class Rates:
     layer: float = 0.0
 
     def scaled(self, flops: float, bandwidth: float, sms: int) -> Rates:
-        """Those of another GPU, not of Hopper, by the ratios of the data sheets' figures."""
+        """The rates of another GPU, not a Hopper, scaled by the ratios of the data sheets' figures."""
         return Rates(
             self.matmul * flops,
             self.attention * flops,
@@ -53,23 +53,24 @@ class Rates:
         )
 
 
-#: Of an H200 from reports/h200/records, bf16. matmul: what explains the steps of (64, 500), B 64, with and without
-#: checkpoints, within 6 %; fused_mlp's products of 205 000 rows of 512 reach 690 to 730 TFLOP/s beside their pass over
-#: the hidden. attention: b1-h8-q205000-k200000-d64, long enough to be limited by power as a step is. bandwidth: adamw
-#: and rmsnorm. operands: attention, b64-h8-q564-k64-d64, 249 MB in 149 us. launch: transformer_np of one task of
-#: (64, 500), most of whose kernels are at this floor. layer: the H100's; it is bound by latencies, not by memory.
+#: Rates of an H200 from reports/h200/records, bf16. matmul: the value that predicts the steps of (64, 500), B 64, with
+#: and without checkpoints, within 6 %; fused_mlp's GEMMs of 205 000 rows of 512 reach 690 to 730 TFLOP/s in addition to
+#: their pass over the hidden. attention: b1-h8-q205000-k200000-d64, long enough to be power-limited like a step.
+#: bandwidth: adamw and rmsnorm. operands: attention, b64-h8-q564-k64-d64, 249 MB in 149 us. launch: transformer_np of
+#: one task of (64, 500), most of whose kernels are at this floor. layer: the H100's; it is latency-bound, not
+#: memory-bound.
 H200 = Rates(matmul=7.2e14, attention=5.55e14, bandwidth=4.25e12, launch=3e-6, operands=1.67e12, layer=46e-6)
-#: Of an H100 from reports/h100/records: attention and bandwidth of the same cases. matmul and operands explain MLP and
-#: attention of the step of (64, 500), B 64; its clock is higher in it than the H200's. layer: from an exploration
-#: (EXPERIMENTS.md), 220 and 273 us for 11, two launches and two fills of counters.
+#: Rates of an H100 from reports/h100/records: attention and bandwidth of the same cases. matmul and operands are the
+#: values that predict MLP and attention of the step of (64, 500), B 64, in which its clock is higher than the H200's.
+#: layer: from an exploration (EXPERIMENTS.md), 220 and 273 us for 11 layers, two launches and two fills of counters.
 H100 = Rates(matmul=7.0e14, attention=5.6e14, bandwidth=3.02e12, launch=3e-6, operands=1.67e12, layer=46e-6)
-#: And one of which there is no record of transformer_np, by the data sheets' dense bf16 FLOP/s and bandwidth.
+#: The A100 has no record of transformer_np: its rates are scaled by the data sheets' dense bf16 FLOP/s and bandwidth.
 RATES = {"h200": H200, "h100": H100, "a100-80": H200.scaled(312 / 989.4, 2039 / 4800, 108)}
 
 
 @dataclass(frozen=True)
 class Feasibility:
-    """Bytes at the peak, by what they are for, and seconds of a step, by stage."""
+    """Bytes of peak memory, by purpose, and seconds of a step, by stage."""
 
     memory: dict[str, int]
     seconds: dict[str, float]
@@ -97,34 +98,34 @@ def feasibility(
     checkpoint: str = "none",
     layers_impl: str = "auto",
 ) -> Feasibility:
-    """Predicted peak memory and time of one step of training with AdamW, in a CUDA graph. A pure function; nothing is
-    allocated. `rates` are a GPU's, or its name in RATES: "h200", "h100" or "a100-80". `layers_impl` is "apart" or
-    "auto", as the model's; "auto" supposes flattened weights.
+    """Predicts peak memory and time of one training step with AdamW, in a CUDA graph. Pure; nothing is allocated.
+    `rates` are those of a GPU, or its name in RATES: "h200", "h100" or "a100-80". `layers_impl` is "apart" or "auto",
+    as for the model; "auto" assumes flattened weights.
 
     With T = B(M + N) rows, C = B·M, R = B·N, s bytes of `dtype`, d = d_model, f = d_ff padded, h heads, K components,
     L layers and P parameters, in bytes, for ridgeline's kernels:
 
         state          12 P                     fp32 weights and two moments
         workspace      2 · 32 MiB               of cuBLAS, on two streams
-        rounded        s P where s < 4          weights in `dtype`, which the backward reads; of one layer and the heads
-                                                with checkpoint "block"
+        rounded        s P if s < 4             weights in `dtype`, which the backward reads; with checkpoint "block"
+                                                only those of one layer and the heads
         activations    (L − 1) · kept + last + d s T
-                                                the d s T is the embedding's hidden. Kept of a layer is
-                                                (6 d + f) s T + 2 d s C + 4 h T, where B > 1 with one more d s C, a
-                                                copy of the context's rows; of the last layer, which
-                                                answers the targets alone, 2 d s T + (4 d + f) s R + 2 d s C + 4 h R.
-                                                checkpoint "block" keeps d s T; "attention" 3 d s T + 4 h T, and of the
-                                                last layer d s T + 2 d s R + 4 h R
-        recomputed     "block": one layer's whole; "attention": (d + f) s T
+                                                d s T is the embedding's hidden. A layer saves
+                                                (6 d + f) s T + 2 d s C + 4 h T; if B > 1, another d s C, a copy of the
+                                                context's rows. The last layer, which computes only the targets,
+                                                saves 2 d s T + (4 d + f) s R + 2 d s C + 4 h R. checkpoint "block"
+                                                saves d s T; "attention" 3 d s T + 4 h T, and in the last layer
+                                                d s T + 2 d s R + 4 h R
+        recomputed     "block": all of one layer; "attention": (d + f) s T
         heads          2 d s R                  their input, before and after its norm
-        backward       the larger of that of the heads, K f s min(R, 8448) + d s R + K f d s, and with more than 8448
-                       rows 4 K f d; and that of a layer, (4 + s) K f d + f s T + 2 d s T
-        gradients      4 P, less what is freed by then: nothing but for very few points
+        backward       the larger of the heads', K f s min(R, 8448) + d s R + K f d s, and with more than 8448 rows
+                       another 4 K f d; and of a layer's, (4 + s) K f d + f s T + 2 d s T
+        gradients      4 P, less the memory that is freed by then: 0 except for very few points
 
-    Memory is that of layers apart, of which layers in one launch take some per cent less at the peak.
+    Memory is that of layers apart; layers in one launch need some per cent less at the peak.
 
-    Seconds are by the stages of `stages`, and "rest": `_Clock` has the time of a product and of a pass, `_layer` and
-    `_others` what a step has of them. They hold within 10 % of what was measured, where the steps in the records are.
+    Seconds are by the stages of `stages`, and "rest": `_Clock` has the time of a GEMM and of a pass, `_layer` and
+    `_others` count those of a step. They are within 10 % of the measured times for the steps in the records.
 
     Raises ValueError for an unknown checkpoint, layers_impl or GPU, or sizes below 1.
     """
@@ -145,7 +146,7 @@ def feasibility(
 
 @dataclass(frozen=True)
 class _Step:
-    """The sizes of a step, by the letters of `feasibility`."""
+    """The sizes of a step, named by the letters of `feasibility`."""
 
     sizes: Sizes
     context: int
@@ -153,7 +154,7 @@ class _Step:
     batch: int
     size: int
     checkpoint: str
-    together: bool  # layers may be one launch
+    together: bool  # whether layers may be one launch
 
     @property
     def rows(self) -> int:
@@ -173,7 +174,7 @@ class _Step:
 
     @property
     def deferred(self) -> bool:
-        """Whether all layers but the last leave the gradients of their weights together, as by default."""
+        """Whether the weight gradients of all layers but the last are computed together, as by default."""
         d, layers = self.sizes.d_model, self.sizes.layers - 1
         how = pick_weight_gradients(layers, self.rows, d, self.hidden, self.size)
         return self.checkpoint == "none" and how == "deferred"
@@ -226,20 +227,21 @@ def _memory(step: _Step) -> dict[str, int]:
 
 
 class _Clock:
-    """Seconds of kernels."""
+    """The seconds that kernels take."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
 
     def product(self, m: int, n: int, k: int, split: bool = True) -> float:
-        """[m, k] · [k, n]: whole waves of 128 × 128 tiles. Fewer tiles than SMs are split over k, but not by all."""
+        """Seconds of the GEMM [m, k] · [k, n]: entire waves of 128 × 128 tiles. With fewer tiles than SMs, split-K is
+        assumed, but not all kernels use it."""
         waves = -(-m // TILE) * -(-n // TILE) / self.rates.sms
         idle = math.ceil(waves) / waves if waves > 1 or not split else 1.0
         return self.rates.launch + 2 * m * n * k * idle / self.rates.matmul
 
     def gradients(self, m: int, n: int, k: int, deferred: bool = False) -> float:
-        """Of both operands of that product. That of the weights is a sum over m in parts, which another launch adds;
-        deferred it is a part of a batched product."""
+        """Seconds of the gradients of both operands of that GEMM. The gradient of the weights is a sum over m in split
+        parts, which another launch adds; if deferred, it is part of a batched GEMM."""
         launches = 0 if deferred else 2
         return self.product(m, k, n) + launches * self.rates.launch + 2 * m * n * k / self.rates.matmul
 
@@ -247,7 +249,7 @@ class _Clock:
         return launches * self.rates.launch + size / self.rates.bandwidth
 
     def scores(self, queries: int, context: int, keys: int, d: int, size: int, backward: bool) -> float:
-        """Scores and sums, and in the backward five products for two, with a launch for what several CTAs add to."""
+        """Seconds of attention's two GEMMs, or of the backward's five, with a launch for sums of several CTAs."""
         flops = (2.5 if backward else 1) * 4 * queries * context * d
         moved = (2 if backward else 1) * 2 * (queries + keys) * d * size
         operands = self.rates.operands or self.rates.bandwidth
@@ -255,7 +257,7 @@ class _Clock:
 
 
 def _layer(step: _Step, clock: _Clock, queries: int, deferred: bool = False) -> dict[str, float]:
-    """A layer in which so many rows ask: attention and MLP with the norms before them."""
+    """Seconds of a layer with that many query rows: attention and MLP, each with the norm before it."""
     d, f, s, rows, keys = step.sizes.d_model, step.hidden, step.size, step.rows, step.keys
     products, up, down = ((queries, d, d), (keys, 2 * d, d), (queries, d, d)), (queries, f, d), (queries, d, f)
     copied = clock.a_pass(2 * d * s * keys) if step.batch > 1 else 0.0
@@ -277,8 +279,9 @@ def _layer(step: _Step, clock: _Clock, queries: int, deferred: bool = False) -> 
 
 
 def _others(step: _Step, clock: _Clock) -> dict[str, float]:
-    """Heads with the loss, whose backward computes their hidden again, of at most CHUNK rows at a time; the optimizer,
-    which reads and writes three states, reads gradients twice, and rounds the weights; and the embedding."""
+    """Seconds of the other stages. Heads with the loss: their backward computes the hidden again, for at most CHUNK
+    rows at a time. The optimizer: it reads and writes three states, reads gradients twice, and rounds the weights. The
+    embedding."""
     d, s, parameters = step.sizes.d_model, step.size, step.parameters
     wide = step.sizes.components * step.hidden
     chunks, rest = divmod(step.answers, CHUNK)

@@ -1,6 +1,6 @@
-"""The products of TransformerNP: linear layers that compute in the dtype of their input, the MLP and the heads.
+"""The GEMMs of TransformerNP: linear layers that compute in the dtype of their input, the MLP and the heads.
 
-`feed_forward` and `mixture_heads` are the only places that know which kernels there are for them.
+Only `feed_forward` and `mixture_heads` choose among the kernels for these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels.heads_mlp import heads_mlp
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose weights are rounded to the dtype of the input: fp32 weights, products in bf16."""
+    """nn.Linear whose weights are rounded to the dtype of the input: fp32 weights, GEMMs in bf16."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(input.dtype)
@@ -26,14 +26,14 @@ class Linear(nn.Linear):
 
 
 def feed_forward(name: str) -> Callable[..., torch.Tensor]:
-    """(x [..., D], w1 [H, D], w2 [D, H]) -> w2 · silu(w1 · x): "torch", "fused" (ridgeline's fused_mlp) or "auto",
-    which is "fused"."""
+    """The implementation of (x [..., D], w1 [H, D], w2 [D, H]) -> w2 · silu(w1 · x) by name: "torch", "fused"
+    (ridgeline's fused_mlp) or "auto", which is "fused"."""
     return _choice("mlp", name, fused_mlp, _torch_feed_forward)
 
 
 def mixture_heads(name: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(x [..., D], w1 [K, H, D], w2 [K, 3, H]) -> [..., K, 3], an MLP for each of K components: "torch", "fused"
-    (ridgeline's heads_mlp) or "auto", which is "fused"."""
+    """The implementation of (x [..., D], w1 [K, H, D], w2 [K, 3, H]) -> [..., K, 3], one MLP per component, by name:
+    "torch", "fused" (ridgeline's heads_mlp) or "auto", which is "fused"."""
     return _choice("heads_impl", name, heads_mlp, _torch_heads)
 
 
@@ -57,8 +57,8 @@ def rounded_up(size: int, multiple: int) -> int:
 
 
 class FeedForward(nn.Module):
-    """down · silu(up · x), the hidden of `hidden` padded with zeros to a multiple of `padding`, so that its rows are
-    aligned. What is padded has no gradient and stays zero: silu(0) = 0 on one side, a column of zeros on the other."""
+    """down · silu(up · x). The hidden size is padded with zeros to a multiple of `padding`, so that rows are aligned.
+    The padding has no gradient and stays zero: silu(0) = 0 on one side, a column of zeros on the other."""
 
     def __init__(self, dim: int, hidden: int, padding: int, implementation: str) -> None:
         super().__init__()
@@ -67,13 +67,13 @@ class FeedForward(nn.Module):
         self.compute, self.fused = feed_forward(implementation), implementation != "torch"
 
     def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        """`options` are of the implementation."""
+        """down · silu(up · x). `options` are passed to the implementation."""
         return self.compute(x, self.up.to(x.dtype), self.down.to(x.dtype), **options)
 
 
 class MixtureHeads(nn.Module):
-    """K MLPs over one input, each with three results: logit, mean and log standard deviation of a component. Their
-    hidden is padded as in FeedForward."""
+    """K MLPs over one input, each with three results: logit, mean and log standard deviation of a component. The hidden
+    size is padded as in FeedForward."""
 
     def __init__(self, dim: int, hidden: int, components: int, padding: int, implementation: str) -> None:
         super().__init__()
@@ -87,12 +87,12 @@ class MixtureHeads(nn.Module):
         return self.up.to(x.dtype), self.down.to(x.dtype)
 
     def negative_log_density(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The mean over all rows of x, by ridgeline's heads_gmm: the parameters of the mixture are kept for the
-        backward, but never read by a pass of their own."""
+        """The mean negative log-density over all rows of x, by ridgeline's heads_gmm: the parameters of the mixture are
+        saved for the backward, but no separate pass reads them."""
         exact = torch.promote_types(self.bias.dtype, torch.float32)
         return heads_gmm(x, *self.weights(x), y.to(exact), self.bias, save="parameters")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., 3, K] in fp32, contiguous: each of the three can be read without a copy."""
+        """[..., 3, K] in fp32, contiguous, so that each of the three parameters can be read without a copy."""
         out = self.compute(x, *self.weights(x))
         return (out.float() if out.dtype != torch.float64 else out).add(self.bias).transpose(-1, -2).contiguous()

@@ -1,4 +1,4 @@
-"""The model that TransformerNP is held against: the same task without attention."""
+"""The model with which TransformerNP is compared: the same task without attention."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class MeanPoolingNP(nn.Module):
 
         r = mean over the context of MLP(x, y)        (logit, μ, log σ)_k of a target = MLP(r, x)
 
-    Both MLPs have `layers` hidden layers of `width` and SiLU. All that it knows of a context is one vector. Values come
-    from `generator`.
+    Both MLPs have `layers` hidden layers of `width` and SiLU. The context is represented by a single vector. The
+    parameters' values come from `generator`.
     """
 
     def __init__(
@@ -34,7 +34,8 @@ class MeanPoolingNP(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Weights of variance 1 / columns; the components begin with means spread over [−1, 1], as TransformerNP's."""
+        """Initialises weights with variance 1 / columns, and the components' means spread over [−1, 1], as in
+        TransformerNP."""
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
@@ -46,7 +47,7 @@ class MeanPoolingNP(nn.Module):
     def forward(
         self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits, means and log standard deviations [B, N, components], as TransformerNP's."""
+        """(logits, means, log standard deviations), [B, N, components] each, as in TransformerNP."""
         pooled = self.encoder(torch.cat((x_context, y_context[..., None]), -1)).mean(1, keepdim=True)
         seen = pooled.expand(-1, x_target.shape[1], -1)
         logits, mu, log_sigma = self.decoder(torch.cat((seen, x_target), -1)).chunk(3, -1)

@@ -20,12 +20,12 @@ from .layers import FeedForward, Linear, MixtureHeads, rounded_up
 
 CHECKPOINTS = ("none", "block", "attention")
 EPS = 1e-6
-ALIGNMENT = 64  # elements between the beginnings of parameters in one memory: no parameter is unaligned
+ALIGNMENT = 64  # flattened parameters begin at multiples of this many elements, so that all are aligned
 
 
 class Norm(nn.Module):
-    """RMS normalisation of the sum of a residual stream and what a branch adds to it: ridgeline's in one launch, or for
-    "torch" PyTorch's. Returns the normalised rows and the sum."""
+    """RMS normalisation of the sum of a residual stream and a branch's output: ridgeline's in one launch, or for
+    "torch" PyTorch's. Returns (normalised rows, sum)."""
 
     def __init__(self, dim: int, implementation: str) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class Norm(nn.Module):
         return rmsnorm(branch, self.weight, EPS, x)
 
     def again(self) -> Again:
-        """(the sum that a call returned) -> the rows that it returned, without a gradient. It has the weight of now: by
-        the time of the backward `torch.func.functional_call` may have put back another."""
+        """Returns a function from the sum that a call returned to the rows that it returned, without a gradient. It
+        holds the present weight: before the backward, `torch.func.functional_call` may have restored another one."""
         weight, plain = self.weight.detach(), self.plain
 
         @torch.no_grad()
@@ -55,8 +55,8 @@ class Norm(nn.Module):
 
 
 class ContextAttention(nn.Module):
-    """norm, then attention of the rows from `start` on over the first `context`, and the output projection. Returns
-    what it adds, and the rows that it is to be added to."""
+    """The norm, then attention of the rows from `start` on over the first `context`, and the output projection. Returns
+    (output of the branch, rows to which it is to be added)."""
 
     def __init__(self, dim: int, heads: int, implementation: str | Attend, norm: str) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ class ContextAttention(nn.Module):
     def forward(
         self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int = 0, keep: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Without `keep`, which ridgeline's attention alone can do without, the backward computes the norm, q, k and v
-        again, from the sum that the norm keeps."""
+        """As the class describes. Without `keep`, which only ridgeline's attention supports, the backward computes the
+        norm, q, k and v again, from the sum that the norm saves."""
         x, rows = self.norm(rows, branch)
         again = None if keep else (self.norm.again(), rows)
         rows = rows[:, start:] if start else rows
@@ -82,8 +82,8 @@ class ContextAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). x is a pair of terms, here and in what is returned, since the next
-    norm adds them in its launch. Rows before `start` serve as keys and values, and are not returned."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). x is a pair of summands, in the arguments and the results, since
+    the next norm adds them in its launch. Rows before `start` are only keys and values, and are not returned."""
 
     def __init__(self, attention: ContextAttention, norm: Norm, mlp: FeedForward, checkpoint: str) -> None:
         super().__init__()
@@ -98,7 +98,8 @@ class Block(nn.Module):
         place: gradients.Place | None = None,
         projections: str = "auto",
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """With a `place` the gradients of the weights are left to it, and nothing is computed again."""
+        """As the class describes. With a `place` the gradients of the weights are deferred to it, and nothing is
+        computed again."""
         if place is not None:
             return self._deferring(rows, branch, context, place, projections)
         if self.checkpoint == "none" or not torch.is_grad_enabled():
@@ -106,7 +107,7 @@ class Block(nn.Module):
         if self.checkpoint == "attention" and self.attention.whole is not None and self.mlp.fused:
             return self._keeping_attention(rows, branch, context, start)
         if branch is not None:
-            rows = rows + branch  # one tensor to be kept, not two
+            rows = rows + branch  # one tensor to save, not two
         keep = recomputed if self.checkpoint == "block" else recomputed_but_attention
         return keep(self._whole, rows, None, context, start)
 
@@ -120,8 +121,8 @@ class Block(nn.Module):
     def _keeping_attention(
         self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keeps the two sums that the norms return, and what attention does. Neither the output projection nor the
-        MLP's second product is computed again, as a checkpoint of the block would."""
+        """Saves the two sums that the norms return, and the output of attention. Unlike in a checkpoint of the block,
+        neither the output projection nor the MLP's second GEMM is computed again."""
         branch, rows = self.attention(rows, branch, context, start, keep=False)
         x, rows = self.norm(rows, branch)
         return rows, from_source(partial(self.mlp, save="input"), x, self.norm.again(), rows)
@@ -150,7 +151,7 @@ class Block(nn.Module):
         return rows, deferred.feed_forward(x, weights["up"], weights["down"], place)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Those whose gradients can be left to a place, by their kind."""
+        """The weights whose gradients can be deferred to a place, by kind."""
         products, mlp = self.attention, self.mlp
         norms = self.attention.norm.weight, self.norm.weight
         found = (products.q.weight, products.kv.weight, products.out.weight, mlp.up, mlp.down, *norms)
@@ -158,40 +159,41 @@ class Block(nn.Module):
 
 
 class TransformerNP(nn.Module):
-    """M context points (x, y) and N target points x in, a mixture of Gaussians for y at each target out
-    (Nguyen and Grover 2022, arXiv:2207.04179, with all points attending to the context alone).
+    """A transformer neural process: from M context points (x, y) and N target points x it computes a mixture of
+    Gaussians for y at each target (Nguyen and Grover 2022, arXiv:2207.04179, but all points attend to the context
+    alone).
 
     Blocks are pre-norm with RMSNorm and have no biases; the MLP has two matrices and SiLU. The points of a task are a
-    set: there are no positions. One MLP embeds both kinds of points; a target has y = 0 and a flag.
+    set, so there are no positions. One MLP embeds both kinds of points; a target has y = 0 and a flag.
 
     x_dim       columns of x
-    d_ff        hidden of the MLPs, padded to a multiple of `padding` with zeros that stay zero
-    components  of the mixture, an MLP each
-    attention   "auto", "separate" or "fused" (ridgeline's attention, by its backward), "fp8" (the same without a
+    d_ff        hidden size of the MLPs, padded to a multiple of `padding` with zeros that stay zero
+    components  number of components of the mixture, one MLP each
+    attention   "auto", "separate" or "fused" (ridgeline's attention with that backward), "fp8" (ridgeline's, without a
                 gradient), "sdpa", "sdpa-flash", "sdpa-cudnn" (PyTorch's), or a function of q, k and v
     mlp         "fused" (ridgeline's fused_mlp), "torch", or "auto", which is "fused"
     heads_impl  the same with heads_mlp
     norm        "auto" (ridgeline's rmsnorm) or "torch"
     loss_impl   "fused" with the heads (ridgeline's heads_gmm), "separate" (gmm_logprob), "torch", or "auto", which is
-                "fused" where the heads are ridgeline's, else "separate"
-    checkpoint  what of a block is kept for the backward, which computes the rest again: all of it for "none", its input
-                for "block", the residual sums and what attention returned for "attention"
+                "fused" if the heads are ridgeline's, otherwise "separate"
+    checkpoint  the part of a block that is saved for the backward, which computes the rest again: everything for
+                "none", the input for "block", the residual sums and the output of attention for "attention"
     weight_gradients
-                of all layers but the last: "inline", in each layer's backward; "deferred", as one batched product for
-                each kind of weight when the backward has passed all layers; "overlapped", on a stream of their own
-                beside the backward; "auto" as `pick_weight_gradients` says. The others than "inline" are for eager
-                calls of ridgeline's attention, MLP and norm without a checkpoint
-    projections "joint" (one product for q, k and v of all rows, where weights are flattened and their gradients are
-                not inline), "apart", or "auto" as `pick_projections` says. Layers in one kernel ignore it
-    layers_impl "apart" (each layer by launches of its own), "whole" (one kernel for the forward of all layers but the
-                last and one for the backward: on Hopper, in bf16, for at most 64 points of context, d_model 512, 8
-                heads and flattened weights, whose gradients are deferred unless grad mode is off), or "auto": "whole"
-                where that can be and `pick_layers` says so
-    dtype       of the products and of what is between them; None is that of the parameters
+                of all layers but the last: "inline", in each layer's backward; "deferred", as one batched GEMM per kind
+                of weight after the backward has passed all layers; "overlapped", on a side stream concurrently with the
+                backward; "auto", the choice of `pick_weight_gradients`. All but "inline" require eager calls with
+                ridgeline's attention, MLP and norm, without a checkpoint
+    projections "joint" (one GEMM for q, k and v of all rows, if weights are flattened and their gradients are not
+                inline), "apart", or "auto", the choice of `pick_projections`. Layers in one kernel ignore it
+    layers_impl "apart" (separate launches per layer), "whole" (one kernel for the forward of all layers but the last
+                and one for the backward: on Hopper, in bf16, for at most 64 context points, d_model 512, 8 heads and
+                flattened weights, whose gradients are deferred unless grad mode is off), or "auto": "whole" if that is
+                possible and `pick_layers` selects it
+    dtype       of the GEMMs and of intermediate results; None is that of the parameters
 
     Parameters are fp32 unless the model is converted; their values come from `generator`. Raises ValueError for an
-    unknown option. A call raises RuntimeError where `layers_impl` is "whole" and that cannot be; of a single layer
-    there is nothing to fuse.
+    unknown option. A call raises RuntimeError if `layers_impl` is "whole" and that is not possible; a single layer has
+    nothing to fuse.
     """
 
     def __init__(
@@ -253,8 +255,8 @@ class TransformerNP(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Weights of variance 1 / columns, those that end a branch by the number of branches less. The components begin
-        with means spread over [−1, 1]."""
+        """Initialises weights with variance 1 / columns, divided by the number of branches in the last weight of each
+        branch, and the components' means spread over [−1, 1]."""
         residual = (2 * len(self.blocks)) ** -0.5 if len(self.blocks) else 1.0
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
@@ -271,9 +273,9 @@ class TransformerNP(nn.Module):
 
     @torch.no_grad()
     def flatten_parameters(self) -> None:
-        """Lays the parameters one after the other in one memory, each at a multiple of 64 elements, as an RNN's. Then
-        q, k and v can be one product. They remain the same objects, of which an optimizer need not know. To be called
-        again after a conversion, which gives each a memory of its own."""
+        """Moves the parameters into one buffer, each at a multiple of 64 elements, as for an RNN. q, k and v can then
+        be one GEMM. The parameters remain the same objects, so an optimizer is not affected. Call it again after a
+        conversion, which allocates each parameter separately."""
         first = next(self.parameters())
         sizes = [rounded_up(p.numel(), ALIGNMENT) for p in self.parameters()]
         room = first.new_zeros(sum(sizes))
@@ -282,7 +284,7 @@ class TransformerNP(nn.Module):
             parameter.data = place.copy_(parameter)
 
     def embedded(self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor) -> torch.Tensor:
-        """[B, M + N, d_model]: the rows that the first block is given."""
+        """The rows [B, M + N, d_model] that are the input of the first block."""
         dtype = self.norm.weight.dtype if self.dtype is None else self.dtype
         first, _, second = self.embed
         if self.fused_embedding and embedding.takes(first, second, x_context, y_context, x_target):
@@ -295,13 +297,13 @@ class TransformerNP(nn.Module):
     def forward(
         self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits, means and log standard deviations [B, N, components], fp32, of x_context [B, M, x_dim],
+        """(logits, means, log standard deviations), [B, N, components] each, fp32, from x_context [B, M, x_dim],
         y_context [B, M] and x_target [B, N, x_dim]."""
         logits, mu, log_sigma = self.heads(self.answers(x_context, y_context, x_target)).unbind(-2)
         return logits, mu, log_sigma
 
     def answers(self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor) -> torch.Tensor:
-        """[B, N, d_model]: what the heads are given of the targets."""
+        """The rows of the targets [B, N, d_model] that are the input of the heads."""
         context = x_context.shape[1]
         rows, branch = self.embedded(x_context, y_context, x_target), None
         places = self.places(rows)
@@ -312,12 +314,12 @@ class TransformerNP(nn.Module):
         else:
             for block, place in zip(self.blocks[:-1], places, strict=True):
                 rows, branch = block(rows, branch, context, place=place, projections=self.projections)
-        for block in self.blocks[-1:]:  # whose rows of the context nobody reads
+        for block in self.blocks[-1:]:  # nothing reads the context rows of the last block
             rows, branch = block(rows, branch, context, start=context)
         return self.norm(rows if len(self.blocks) else rows[:, context:], branch)[0]
 
     def places(self, rows: torch.Tensor) -> list[gradients.Place] | list[None]:
-        """Where the layers but the last leave the gradients of their weights."""
+        """The places to which all layers but the last defer the gradients of their weights, or a list of None."""
         layers = self.blocks[:-1]
         if not (self.may_defer and torch.is_grad_enabled() and len(layers)) or torch.compiler.is_compiling():
             return [None] * len(layers)
@@ -334,7 +336,7 @@ class TransformerNP(nn.Module):
     def whole_layers(
         self, rows: torch.Tensor, context: int, places: list[gradients.Place] | list[None]
     ) -> whole.Weights | None:
-        """The weights of all layers but the last where these are one launch for such rows, else None."""
+        """The weights of all layers but the last if these are one launch for such rows, otherwise None."""
         if self.layers_impl == "apart" or not len(self.blocks[:-1]):
             return None
         batch, points, _ = rows.shape
@@ -349,7 +351,7 @@ class TransformerNP(nn.Module):
         return weights if reason is None else None
 
     def _why_apart(self, rows: torch.Tensor, places: list[gradients.Place] | list[None]) -> str | None:
-        """Why the layers cannot be one launch, but for their sizes and their weights; or None."""
+        """Why the layers cannot be one launch, apart from their sizes and weights; None if they can."""
         if not rows.is_cuda:
             return "it needs a GPU"
         if not self.may_defer or torch.compiler.is_compiling():
@@ -370,7 +372,7 @@ class TransformerNP(nn.Module):
     def negative_log_density(
         self, logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: torch.Tensor
     ) -> torch.Tensor:
-        """Its mean over all targets (Bishop 1994, Mixture Density Networks, eq. 29)."""
+        """The mean negative log-density over all targets (Bishop 1994, Mixture Density Networks, eq. 29)."""
         y = y.to(mu.dtype)
         if not self.plain_loss:
             return -gmm_logprob(logits, mu, log_sigma, y)

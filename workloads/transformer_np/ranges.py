@@ -1,4 +1,4 @@
-"""Which stage of a step launches what: for a profiler a range around each function of a stage, both directions."""
+"""Profiler ranges of the stages of a step: one around each function of a stage, forward and backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .model import Block, ContextAttention, Norm, TransformerNP
 Open = Callable[[str], AbstractContextManager[object]]
 
 WEIGHT_GRADIENTS = "weight gradients"
-#: (owner, function) -> the stage that it is of. A norm is of what it precedes.
+#: (owner, function) -> its stage. A norm belongs to the stage that follows it.
 FUNCTIONS: dict[tuple[Any, str], str] = {
     (TransformerNP, "embedded"): "embedding",
     (ContextAttention, "forward"): "attention",
@@ -36,11 +36,11 @@ FUNCTIONS: dict[tuple[Any, str], str] = {
 
 @contextmanager
 def stage_ranges(range_of: Open) -> Iterator[None]:
-    """Within it `transformer_np` has its launches inside range_of(stage), those of the backward by the function that
-    made the node of autograd. A stage is one of STAGES, "embedding" or, where the gradients of weights of all layers
-    are computed together, "weight gradients". A loss that is fused with the heads is a part of theirs. Outside of all
-    are the rounding of the weights and what joins the stages. A step that torch.compile made has no ranges but the
-    optimizer's.
+    """A context in which `transformer_np` launches its kernels inside range_of(stage). A kernel of the backward belongs
+    to the function that created its autograd node. A stage is one of STAGES, "embedding" or, if the weight gradients of
+    all layers are computed together, "weight gradients". A loss that is fused with the heads belongs to their stage.
+    The rounding of the weights and the operations between stages are in no range. A compiled step has only the
+    optimizer's range.
 
     The backward must run in the thread that calls it (`torch.autograd.set_multithreading_enabled(False)`).
     """
@@ -54,8 +54,8 @@ def stage_ranges(range_of: Open) -> Iterator[None]:
 
 
 class _Marks:
-    """The ranges of a step. `spans` has for each call of a stage's function which nodes of autograd it made: those
-    whose sequence numbers are from the first on and below the second."""
+    """The ranges of a step. `spans` has, for each call of a stage's function, the half-open interval of the sequence
+    numbers of the autograd nodes that it created."""
 
     def __init__(self, range_of: Open) -> None:
         self.range_of = range_of
@@ -63,7 +63,7 @@ class _Marks:
         self.of_norms: dict[int, str] = {}
 
     def replace(self, stack: ExitStack, owner: Any, name: str, instead: Callable[..., Any]) -> None:
-        """`instead` gets the original before the arguments of a call."""
+        """Replaces a function by `instead`, whose first argument is the original."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -86,7 +86,7 @@ class _Marks:
         return self.within(self.of_norms.get(id(module), "rest"), original, module, *args)
 
     def loss(self, original: Callable[..., Any], model: TransformerNP, *args: Any, **kwargs: Any) -> Any:
-        """The whole forward, after which all nodes are known."""
+        """The entire forward, after which all nodes are known."""
         if torch.compiler.is_compiling():
             return original(model, *args, **kwargs)
         self.spans.clear()

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from .step import BETAS, EPS, WEIGHT_DECAY, Sizes, views
 
 NORM_EPS = 1e-6
-SCORES = 2**28  # of the queries that are computed at once
-FP64_SCORES = 2**36  # of all queries, with which fp64 takes some 40 s for 12 layers on an H200
+SCORES = 2**28  # scores of the queries that are computed at once
+FP64_SCORES = 2**36  # scores of all queries for which fp64 takes some 40 s for 12 layers on an H200
 
 
 def transformer_np_reference(
@@ -30,8 +30,8 @@ def transformer_np_reference(
     lr: float = 1e-3,
     clip: float = 1.0,
 ) -> tuple[torch.Tensor, ...]:
-    """(loss, weights, exp_avg, exp_avg_sq, step) after one step, as new tensors; in fp64 where weights are, else with
-    products in `dtype`. Whether something is computed twice changes nothing here."""
+    """(loss, weights, exp_avg, exp_avg_sq, step) after one step, as new tensors. In fp64 if weights are fp64, otherwise
+    with GEMMs in `dtype`. Options of checkpointing have no effect here."""
     products = _products(weights, dtype)
     with torch.enable_grad():
         leaf = weights.detach().clone().requires_grad_()
@@ -40,7 +40,7 @@ def transformer_np_reference(
         loss = _loss(p, views(leaf, sizes)["heads.bias"], *batch, sizes, products)
         (grad,) = torch.autograd.grad(loss, leaf)
     grad = grad / ((grad.norm() + 1e-6) / clip).clamp(min=1.0)
-    used = torch.zeros_like(weights, dtype=torch.bool)  # between the parameters there is room that nothing writes
+    used = torch.zeros_like(weights, dtype=torch.bool)  # the gaps between the parameters are not written
     for view in views(used, sizes).values():
         view.fill_(True)
     number = step + 1
@@ -55,7 +55,7 @@ def transformer_np_reference(
 def loss_reference(
     x_context, y_context, x_target, y_target, weights, *, sizes: Sizes, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The loss before the step alone, without what a backward would keep."""
+    """The loss before the step, computed without saving tensors for a backward."""
     products = _products(weights, dtype)
     with torch.no_grad():
         p = {name: view.to(products) for name, view in views(weights, sizes).items()}
@@ -64,7 +64,7 @@ def loss_reference(
 
 
 def _products(weights: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What products are computed in: `dtype`, but the oracle's are in its own."""
+    """The dtype of the GEMMs: `dtype`, but fp64 for the oracle."""
     return weights.dtype if weights.dtype == torch.float64 or dtype is None else dtype
 
 
@@ -95,9 +95,9 @@ def _loss(p, bias, x_context, y_context, x_target, y_target, sizes: Sizes, produ
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """softmax(q kᵀ / √d) v. Where no backward follows, PyTorch gets no more queries at once than make SCORES scores: in
-    fp64 it has them all in memory. Where there are more than FP64_SCORES, it computes them in fp32, in which it has
-    none in memory: a loss of so many points is compared to 2e-3."""
+    """softmax(q kᵀ / √d) v. Without a backward, at most SCORES scores are computed at once, as PyTorch in fp64 has them
+    all in memory. If there are more than FP64_SCORES in all, they are computed in fp32, for which PyTorch has none in
+    memory: the loss of that many points is compared to 2e-3."""
     if torch.is_grad_enabled() or q.dtype.itemsize == 2:
         return F.scaled_dot_product_attention(q, k, v)
     each = k.shape[0] * k.shape[1] * k.shape[2]

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: each stage by itself, in an NVTX range of its name."""
+"""The time of each stage of a step, measured separately, in an NVTX range with the stage's name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .model import EPS, Block, TransformerNP
 from .weight_gradients import Place
 
 STAGES = ("layers", "attention", "mlp", "heads", "loss", "optimizer")
-ENOUGH = 1e-3  # seconds of a graph beside which a launch of it, some microseconds, does not count
+ENOUGH = 1e-3  # seconds of a graph for which its launch overhead, some microseconds, is negligible
 COPIES = 64
 
 Run = Callable[[], object]
@@ -27,18 +27,19 @@ def stages(
     batch: int,
     repeats: int = 10,
 ) -> dict[str, float]:
-    """Seconds of each of STAGES in one step, on random rows of the step's shapes, forward and backward: of attention
-    and MLP with their norms and residual sums and of all layers, each with its own weights, the last of which answers
-    the targets alone; of the heads with the last norm; of the loss; and of one update, without clipping. Layers that
-    are one launch are "layers", and attention and MLP are those of the last layer. A loss that is fused with the heads
-    is a part of theirs, and 0 by itself. Nothing is computed again: `checkpoint` does not count.
+    """Measures the seconds of each of STAGES in one step, forward and backward, on random rows of the step's shapes.
 
-    On a GPU each stage is captured in a CUDA graph, all its layers in one, and a short one several times: what is timed
-    are its kernels, as in a captured step, and not the host. The median of `repeats` replays, by CUDA events; without a
-    GPU by the host's clock. Each replay is an NVTX range "stage.<name>", so that `nsys` finds it.
+    Attention and MLP include their norms and residual sums, and are summed over all layers, each with its own weights;
+    the last layer computes only the targets. The heads include the last norm. The update is without clipping. Layers
+    that are one launch are "layers"; attention and MLP are then those of the last layer. A loss that is fused with the
+    heads is included in their time, and is itself 0. Nothing is computed again: `checkpoint` is ignored.
 
-    The optimizer updates the parameters by random gradients, some dozens of times: take a model that is not needed
-    afterwards. On a GPU it must be one that can be captured (ridgeline's AdamW; PyTorch's with `capturable=True`).
+    On a GPU each stage is captured in one CUDA graph for all its layers, a short stage several times. So its kernels
+    are timed, as in a captured step, and not the host. The result is the median of `repeats` replays, by CUDA events;
+    without a GPU by the host's clock. Each replay is an NVTX range "stage.<name>", so that `nsys` finds it.
+
+    The optimizer updates the parameters with random gradients some dozens of times: pass a model that is not needed
+    afterwards. On a GPU it must be capturable (ridgeline's AdamW; PyTorch's with `capturable=True`).
     """
     device = next(model.parameters()).device
     found = dict.fromkeys(STAGES, 0.0)
@@ -80,8 +81,7 @@ def _parts(
         _differentiated((made,), [given], *inner)
 
     def apart() -> list[tuple[Block, Place | None, bool]]:
-        """Each layer that is no part of `layers`, where it leaves the gradients of its weights, and whether it is the
-        last."""
+        """(layer, its place for deferred gradients, whether it is the last) of each layer outside `layers`."""
         places = [*model.places(everything[0]), None] if len(model.blocks) else []
         found = [(b, p, b is model.blocks[-1]) for b, p in zip(model.blocks, places, strict=True)]
         return found if weights is None else found[-1:]
@@ -135,7 +135,7 @@ def _parts(
 
 
 class _Together:
-    """Layers whose weights' gradients come from one node, so that one backward must pass them all."""
+    """Layers whose weight gradients come from one autograd node, so that one backward must pass all of them."""
 
     def __init__(self) -> None:
         self.results: list[torch.Tensor] = []
@@ -153,8 +153,8 @@ class _Together:
 def _differentiated(
     results: tuple[torch.Tensor, ...], inputs: list[torch.Tensor], *modules: torch.nn.Module
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients, which nothing adds to those of before, as `backward()` would. Those that come in are the results
-    themselves: of their shape, and no launch fills them."""
+    """The gradients, not accumulated as `backward()` would do. The incoming gradients are the results themselves: these
+    have the right shape, and no launch is needed to fill them."""
     wanted = [*inputs, *(parameter for module in modules for parameter in module.parameters())]
     return torch.autograd.grad(results, wanted, [result.detach() for result in results])
 
@@ -173,7 +173,7 @@ def _captured(run: Run, copies: int) -> torch.cuda.CUDAGraph:
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run()  # compiles, and makes what is made once
+        run()  # compiles, and allocates what is cached
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(copies):

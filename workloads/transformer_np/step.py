@@ -1,4 +1,4 @@
-"""`transformer_np`: one training step as a function of tensors, for checks and timing. Users take `ridgeline.train`."""
+"""`transformer_np`: one training step as a function of tensors, for checks and timing. Users use `ridgeline.train`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model; the names are those of TransformerNP."""
+    """The sizes of a model, under the names of TransformerNP's arguments."""
 
     layers: int = 12
     d_model: int = 512
@@ -48,7 +48,7 @@ class Sizes:
 
 @lru_cache(maxsize=16)
 def places(sizes: Sizes) -> tuple[tuple[tuple[str, int, tuple[int, ...]], ...], int]:
-    """(name, offset, shape) of each parameter in one long vector, and the vector's length."""
+    """((name, offset, shape) of each parameter in one vector, length of the vector)."""
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in sizes.model().named_parameters()}
     found, offset = [], 0
@@ -59,12 +59,12 @@ def places(sizes: Sizes) -> tuple[tuple[tuple[str, int, tuple[int, ...]], ...], 
 
 
 def views(vector: torch.Tensor, sizes: Sizes) -> dict[str, torch.Tensor]:
-    """The parameters in a vector, without a copy."""
+    """The parameters as views of a vector, by name."""
     return {name: vector[at : at + prod(shape)].view(shape) for name, at, shape in places(sizes)[0]}
 
 
 def _exact(name: str) -> bool:
-    """Whether a parameter is used in fp32, not rounded to the dtype of the products."""
+    """Whether a parameter is used in fp32, not rounded to the dtype of the GEMMs."""
     return name.endswith("norm.weight") or name == "heads.bias"
 
 
@@ -75,15 +75,15 @@ Gradients = Callable[[dict[str, torch.Tensor], tuple[torch.Tensor, ...]], tuple[
 def _gradients(
     sizes: Sizes, dtype: torch.dtype | None, compile: str | None, options: tuple[tuple[str, Any], ...]
 ) -> Gradients:
-    """(parameters by name, batch) -> loss and the gradients of all parameters, in their order."""
+    """Returns a function (parameters by name, batch) -> loss and the gradients of all parameters, in order."""
     with torch.device("meta"):
         model = _Loss(sizes.model(dtype=dtype, **dict(options)))
     if compile is not None:
         model.loss = torch.compile(model.loss, dynamic=False, mode=None if compile == "default" else compile)
 
     def gradients(parameters: dict[str, torch.Tensor], batch: tuple[torch.Tensor, ...]) -> tuple:
-        # The backward belongs into the call: what is checkpointed, and not compiled as a whole, reads the parameters
-        # again.
+        # The backward must be inside the call: a checkpointed block that is not compiled as a whole reads the
+        # parameters again.
         inner = {f"model.{name}": parameter for name, parameter in parameters.items()}
         return torch.func.functional_call(model, inner, (batch, list(parameters.values())))
 
@@ -91,8 +91,8 @@ def _gradients(
 
 
 class _Loss(torch.nn.Module):
-    """A model whose forward is its loss and the gradients of the given tensors. `loss` may be replaced, as by the same
-    function compiled."""
+    """A module whose forward returns the model's loss and the gradients of the given tensors. `loss` may be replaced,
+    for example by its compiled version."""
 
     def __init__(self, model: TransformerNP) -> None:
         super().__init__()
@@ -126,18 +126,19 @@ def transformer_np(
     rounded: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Loss, gradients, clipping by their norm and AdamW, in place: (loss, weights, exp_avg, exp_avg_sq, step), and
-    `rounded` where it is given.
+    """Computes one training step in place: loss, gradients, clipping by their norm, and AdamW.
 
     x_context, y_context  [B, M, x_dim] and [B, M]; x_target and y_target likewise with N; fp32
-    weights, exp_avg, exp_avg_sq  fp32 vectors, all parameters one after the other as `places` says
+    weights, exp_avg, exp_avg_sq  fp32 vectors of all parameters, concatenated as `places` defines
     step        fp32 scalar, the number of steps before this one
-    dtype       of the products; None is fp32
+    dtype       of the GEMMs; None is fp32
     optimizer   "ours" (ridgeline's adamw), "torch" (torch.optim's fused AdamW) or "torch-compile"
     compile     None, "default" or a mode of torch.compile, for the model
-    rounded     None: each step begins by rounding the weights. Or a vector like weights in `dtype`, before the first
-                step weights.to(dtype): the products read it, and the optimizer's pass writes it
+    rounded     None: each step begins by rounding the weights. Or a vector like weights in `dtype`, initially
+                weights.to(dtype): the GEMMs read it, and the optimizer's pass writes it
     options     of TransformerNP
+
+    Returns (loss, weights, exp_avg, exp_avg_sq, step), and `rounded` if it is given.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device.
     """
@@ -146,12 +147,12 @@ def transformer_np(
     _check_rounded(rounded, weights, dtype)
     gradients = _gradients(sizes, dtype, compile, tuple(sorted({"checkpoint": checkpoint, **options}.items())))
     params = views(weights, sizes)
-    # Gradients of products stay in `dtype` until the optimizer reads them.
+    # Gradients of the GEMMs' weights stay in `dtype` until the optimizer reads them.
     products = {} if dtype is None else views(weights.to(dtype) if rounded is None else rounded, sizes)
     with torch.enable_grad():
         used = {name: view if _exact(name) else products.get(name, view) for name, view in params.items()}
         loss, grads = gradients({name: view.detach().requires_grad_() for name, view in used.items()}, batch)
-    grads = [grad.contiguous() for grad in grads]  # as the parameters are: an optimizer counts on it
+    grads = [grad.contiguous() for grad in grads]  # like the parameters, as the optimizers require
     if optimizer == "ours":
         _, scale = clip_scale(grads, clip, tables=_tables(weights.device))
     else:
@@ -164,7 +165,7 @@ def transformer_np(
 
 
 def _ours(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step, lr, scale, rounded) -> None:
-    """One pass writes the weights, and where there is `rounded` their rounding."""
+    """ridgeline's AdamW. One pass writes the weights and, if `rounded` is given, the rounded weights."""
     params, grad_list, *moments = _lists(sizes, grads, states)
     masters: list[torch.Tensor | None] | None = None
     if rounded is not None:
@@ -178,12 +179,13 @@ def _ours(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step, lr
 
 @lru_cache(maxsize=16)
 def _tables(device: torch.device) -> PointerTables:
-    """Kept, so that a captured step need not copy to the device which CTA works on what: sizes alone decide that."""
+    """The cached tables, so that a captured step need not copy the CTAs' row indices to the device: these depend only
+    on sizes."""
     return PointerTables()
 
 
 def _torch(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step, lr, scale, rounded) -> None:
-    """torch.optim's fused AdamW, which takes gradients of the parameters' dtype alone."""
+    """torch.optim's fused AdamW, which supports only gradients in the parameters' dtype."""
     lists = _lists(sizes, {name: grad.float() for name, grad in grads.items()}, states)
     rates = dict(lr=lr, beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, eps=EPS)
     rates |= dict(amsgrad=False, maximize=False, grad_scale=scale)
@@ -195,8 +197,8 @@ def _torch(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step, l
 
 
 def _compiled(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step, lr, scale, rounded) -> None:
-    """AdamW by torch.compile: one kernel over the vectors, which reads gradients in their dtype. Those that stayed in
-    fp32 where others are rounded are a few thousand numbers, and get the fused AdamW."""
+    """AdamW by torch.compile: one kernel over the vectors, which reads gradients in their dtype. Parameters that are
+    used in fp32 while others are rounded have a few thousand elements; the fused AdamW updates them."""
     fp32 = {name: grad for name, grad in grads.items() if grad.dtype == torch.float32}
     fp32 = fp32 if len(fp32) < len(grads) else {}
     whole = {name: grad for name, grad in grads.items() if name not in fp32}
@@ -212,8 +214,8 @@ def _compiled(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step
 def _layout(
     sizes: Sizes, names: tuple[str, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
-    """Where a vector of all parameters holds one of `names`, and for each parameter the zeros that follow its gradient
-    in a vector of those: the room up to the next, and all of it where it is not among them."""
+    """(mask of the elements of `names` in a vector of all parameters, zeros that follow each parameter's gradient in
+    such a vector). The zeros fill the gap up to the next parameter, and replace parameters not in `names`."""
     found, length = places(sizes)
     used = torch.zeros(length, dtype=torch.bool, device=device)
     ends = [at for _, at, _ in found[1:]] + [length]
@@ -243,7 +245,7 @@ def _flat_update() -> Callable[..., None]:
 
 
 def _lists(sizes: Sizes, grads: dict[str, torch.Tensor], states: States) -> tuple[list[torch.Tensor], ...]:
-    """Parameters, gradients and moments of the names in `grads`."""
+    """Lists of the parameters, gradients and moments for the names in `grads`."""
     params, exp_avg, exp_avg_sq = (views(state, sizes) for state in states)
     columns = (params, grads, exp_avg, exp_avg_sq)
     return tuple([column[name] for name in grads] for column in columns)

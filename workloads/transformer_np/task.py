@@ -1,4 +1,4 @@
-"""Regression on functions drawn from a Gaussian process, and what a model must beat."""
+"""Regression on functions drawn from a Gaussian process, and the loss of a constant predictor as a baseline."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 
 import torch
 
-NOISE = 0.05  # standard deviation of what is observed around the function
+NOISE = 0.05  # standard deviation of the observation noise
 RANGE = 2.0  # x is uniform in [−RANGE, RANGE]
-LENGTHS = (0.25, 1.0)  # of the process, uniform, drawn anew for each task
+LENGTHS = (0.25, 1.0)  # range of the length scale, drawn uniformly for each task
 JITTER = 1e-5
 CHOLESKY_POINTS = 2048
-MATRICES = 1 << 25  # elements of covariance matrices at a time: 256 MB in fp64, as many as a GPU works on at once
+MATRICES = 1 << 25  # elements of covariance matrices per batch: 256 MB in fp64, enough to fill a GPU
 FEATURES = 1024
 
 
@@ -30,11 +30,11 @@ def _matern52(distance: torch.Tensor) -> torch.Tensor:
 
 
 def _periodic(distance: torch.Tensor) -> torch.Tensor:
-    """Of period 1 in units of the length, on which its own length is 1."""
+    """The periodic kernel with period 1 in units of the length scale, and its own length scale of 1."""
     return torch.exp(-2 * torch.sin(math.pi * distance) ** 2)
 
 
-#: Covariances of two points by their distance in units of the length (Rasmussen and Williams 2006, section 4.2).
+#: Covariance of two points by their distance in units of the length scale (Rasmussen and Williams 2006, section 4.2).
 KERNELS = {"rbf": _rbf, "matern32": _matern32, "matern52": _matern52, "periodic": _periodic}
 
 
@@ -47,12 +47,12 @@ def sample_task(
     generator: torch.Generator | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """`batch` functions, each observed at `context` + `targets` points: x_context [B, M, 1], y_context [B, M],
-    x_target [B, N, 1], y_target [B, N], fp32.
+    """Draws `batch` functions, each observed at `context` + `targets` points. Returns (x_context [B, M, 1],
+    y_context [B, M], x_target [B, N, 1], y_target [B, N]), fp32.
 
-    Up to CHOLESKY_POINTS points the sample is exact: L z with L Lᵀ the matrix of covariances, in fp64, with JITTER on
-    its diagonal. Of more points that matrix would not fit, and the function is a sum of FEATURES random cosines
-    (Rahimi and Recht 2007), evaluated in pieces; for "periodic", a series of its own harmonics.
+    Up to CHOLESKY_POINTS points the sample is exact: L z with L Lᵀ the covariance matrix, in fp64, with JITTER on its
+    diagonal. For more points that matrix would not fit in memory. The function is then a sum of FEATURES random cosines
+    (Rahimi and Recht 2007), evaluated in pieces; for "periodic", a series of the kernel's harmonics.
 
     Raises ValueError for an unknown kernel.
     """
@@ -88,7 +88,7 @@ def _exact(x: torch.Tensor, kernel: str, generator: torch.Generator | None) -> t
 
 
 def _by_features(x: torch.Tensor, kernel: str, generator: torch.Generator | None) -> torch.Tensor:
-    """√(2 / F) Σ cos(ω x + φ), φ uniform and ω of the kernel's spectral density."""
+    """√(2 / F) Σ cos(ω x + φ), with φ uniform and ω drawn from the kernel's spectral density."""
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
@@ -101,7 +101,7 @@ def _by_features(x: torch.Tensor, kernel: str, generator: torch.Generator | None
     else:
         omega = normal(rows, features)
         degrees = {"matern32": 3, "matern52": 5}.get(kernel)
-        if degrees:  # a Student's t of so many degrees of freedom
+        if degrees:  # Student's t with that many degrees of freedom
             chi2 = normal(rows, features, degrees).square().sum(-1)
             omega = omega * (degrees / chi2).sqrt()
         scale = (1 / features) ** 0.5
@@ -117,8 +117,8 @@ def _by_features(x: torch.Tensor, kernel: str, generator: torch.Generator | None
 
 
 def _harmonics(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Angular frequencies and standard deviations of the series
-    exp(−2 sin²(π d)) = e⁻¹ (I₀(1) + 2 Σ Iₖ(1) cos 2π k d), the coefficients by a discrete Fourier transform."""
+    """(angular frequencies, standard deviations) of the series
+    exp(−2 sin²(π d)) = e⁻¹ (I₀(1) + 2 Σ Iₖ(1) cos 2π k d). A discrete Fourier transform computes the coefficients."""
     count = 64
     samples = _periodic(torch.arange(count, dtype=torch.float64) / count)
     coefficients = torch.fft.rfft(samples).real / count
@@ -129,7 +129,7 @@ def _harmonics(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def constant_loss(y_target: torch.Tensor) -> torch.Tensor:
-    """What a model must beat: the mean negative log-density of the targets under the one Gaussian that fits these very
-    targets best, a scalar on their device. It knows nothing of x, and all of the marginal distribution of y."""
+    """The baseline that a model must beat: the mean negative log-density of the targets under the single Gaussian that
+    fits these targets best, a scalar on their device. It ignores x, but is fitted to the marginal distribution of y."""
     variance = y_target.double().var(unbiased=False)
     return 0.5 * torch.log(2 * math.pi * variance) + 0.5

@@ -1,4 +1,4 @@
-"""Gradients of weights that are computed together are those of each layer's backward; autograd sees no difference."""
+"""Tests that deferred weight gradients equal those of each layer's backward, and that autograd sees no difference."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_gradients_are_those_of_each_layer(how: str, projections: str, batch: in
 
 
 def test_each_kind_is_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two layers, for the last one has a backward of its own; q, k and v are one kind where they are joint. One copy
-    stacks what does not lie together, another one the norms' partial sums."""
+    """Two layers are deferred, as the last one has a separate backward. Joint q, k and v are one kind. One copy stacks
+    the operands that are not consecutive in memory, another one the norms' partial sums."""
     counts: dict[str, int] = {}
 
     def count(name: str) -> None:
@@ -84,7 +84,7 @@ def test_each_kind_is_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
         count(name)
     for how, projections, expected in (
         ("deferred", "joint", {"bmm": 4, "stack": 2}),
-        ("deferred", "apart", {"bmm": 5, "stack": 3}),  # the context's rows have another shape
+        ("deferred", "apart", {"bmm": 5, "stack": 3}),  # the context's rows have a different shape
         ("overlapped", "joint", {"mm": 8}),
     ):
         model = made(how, projections)
@@ -116,7 +116,7 @@ def test_flat_parameters_are_the_same() -> None:
 
 @pytest.mark.parametrize("how", ["deferred", "overlapped"])
 def test_hooks_and_accumulation(how: str) -> None:
-    """Hooks see whole gradients, a second backward adds to the first, and another one through the same graph too."""
+    """Hooks see complete gradients; a second backward, also through the same graph, accumulates to the first."""
     expected, model, seen = gradients(made(), task()), made(how), {}
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
@@ -131,7 +131,7 @@ def test_hooks_and_accumulation(how: str) -> None:
 
 
 def test_some_of_the_gradients() -> None:
-    """Of frozen weights there is none; `grad` of some parameters gives these, also where none is a product's."""
+    """Frozen weights get no gradient; `grad` of some parameters returns these, even if none belongs to a GEMM."""
     models = made(), made("deferred", "joint")
     for model in models:
         for name in ("0.attention.q.weight", "1.mlp.up", "1.attention.out.weight"):
@@ -147,7 +147,7 @@ def test_some_of_the_gradients() -> None:
 
 
 def test_weights_are_rounded_to_the_products() -> None:
-    """fp32 weights and products in fp16: gradients come back through the cast."""
+    """fp32 weights and GEMMs in fp16: gradients pass through the cast."""
     models = (made(h, dtype=torch.float16) for h in ("inline", "deferred"))
     expected, found = (gradients(model, task()) for model in models)
     assert all(grad.dtype == torch.float32 for grad in found.values())
@@ -179,7 +179,7 @@ def test_what_cannot_be_deferred_is_inline() -> None:
 
 
 def test_the_rules() -> None:
-    """At (64, 500) a batch of 1 to 6 is deferred, q, k and v are one product of a batch of 1 to 3."""
+    """At (64, 500) gradients are deferred for a batch of 1 to 6; q, k and v are one GEMM for a batch of 1 to 3."""
     how = [weight_gradients.pick_weight_gradients(11, 564 * batch, 512, 1408, 2) for batch in (1, 6, 7, 64)]
     assert how == ["deferred", "deferred", "inline", "inline"]
     assert weight_gradients.pick_weight_gradients(1, 8, 512, 1408, 2) == "inline"
@@ -201,7 +201,7 @@ def step_inputs(dtype: torch.dtype | None = None) -> dict:
 
 @pytest.mark.parametrize(("how", "projections"), WAYS[:3])
 def test_steps_agree(how: str, projections: str) -> None:
-    """In the step weights lie together as they are."""
+    """In the step, weights are already in one buffer."""
     found = [
         transformer_np(**step_inputs(), weight_gradients=h, projections=p)
         for h, p in (("inline", "auto"), (how, projections))
@@ -212,7 +212,7 @@ def test_steps_agree(how: str, projections: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["ours", "torch", "torch-compile"])
 def test_rounding_in_the_optimizer(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits as rounding at the beginning of each step; what products do not read stays as it was."""
+    """Bit for bit the same as rounding at the beginning of each step; elements that no GEMM reads are not changed."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     _flat_update.cache_clear()
     apart, together = step_inputs(torch.float16), step_inputs(torch.float16)
@@ -244,7 +244,7 @@ def test_a_wrong_copy_is_refused() -> None:
 @pytest.mark.gpu(min_capability=(8, 0))
 @pytest.mark.parametrize(("how", "projections"), WAYS)
 def test_a_captured_step_is_the_inline_one(how: str, projections: str) -> None:
-    """Replays of a graph, with the stream of the gradients in it, against a step without one."""
+    """Replays of a graph, which includes the gradients' side stream, compared with a step without a graph."""
     sizes = dataclasses.replace(THREE, d_model=128, d_ff=200)
     batch = {name: x.to(DEVICE) for name, x in sample_task(1, 70, 30, "rbf", generator=generator()).items()}
     losses = []
@@ -253,7 +253,7 @@ def test_a_captured_step_is_the_inline_one(how: str, projections: str) -> None:
             options = dict(weight_gradients="inline")
         model = sizes.model(generator=generator(), **options).to(DEVICE, torch.bfloat16)
         model.flatten_parameters()
-        optimizer = kernels.adamw.AdamW(model.parameters(), lr=1e-4, master_weights=True)  # 1e-3 is chaotic here
+        optimizer = kernels.adamw.AdamW(model.parameters(), lr=1e-4, master_weights=True)  # 1e-3 amplifies rounding
         step = TrainStep(model.loss, optimizer, capture, clip=1.0)
         for _ in range(12):
             step(**batch)

@@ -1,4 +1,4 @@
-"""The embedding's own kernels agree with PyTorch's layers."""
+"""Tests that the embedding's kernels agree with PyTorch's layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def made(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor]
 
 
 def plain(points: list[torch.Tensor], layers: list[Linear], dtype: torch.dtype) -> torch.Tensor:
-    """In fp64 but for the points, which are rounded."""
+    """The embedding in plain PyTorch, in fp64 except for the points, which are rounded."""
     x_context, y_context, x_target = points
     context = torch.cat((x_context, y_context[..., None], torch.ones_like(y_context)[..., None]), -1)
     rows = torch.cat((context, F.pad(x_target, (0, 2))), 1).to(dtype).double()
@@ -66,7 +66,7 @@ def test_rows_and_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def test_layouts_and_rounding() -> None:
-    """Points at any strides; fp32 weights are rounded to the rows' dtype, and their gradients come back in fp32."""
+    """Points with any strides; fp32 weights are rounded to the rows' dtype, and their gradients are fp32."""
     points, layers = made((3, 21, 14, 2, 40, 24), torch.float32)
     strided = [torch.stack((t, t), -1)[..., 0] for t in points]
     assert not any(t.is_contiguous() for t in strided)
@@ -88,7 +88,7 @@ def test_only_wanted_gradients() -> None:
 
 
 def test_a_call_it_does_not_take_is_pytorchs() -> None:
-    """Under transforms and autocast, points with a gradient or of another dtype; the model has the same rows."""
+    """Transforms, autocast, points with a gradient or of another dtype use PyTorch; the model's rows are the same."""
     model = TransformerNP(1, 16, 2, 12, 3, padding=8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     points, _ = made((2, 5, 6, 1, 16, 16), torch.float32)
     first, _, second = model.embed

@@ -1,4 +1,4 @@
-"""Every launch of a step, forward and backward, lies in the range of its stage."""
+"""Tests that every launch of a step, forward and backward, is in the range of its stage."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .ranges import FUNCTIONS, WEIGHT_GRADIENTS, stage_ranges
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAIN = dict(attention="sdpa", mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch", optimizer="torch")
-APART = STAGES[1:]  # the stages of a step whose layers are no launch of their own
+APART = STAGES[1:]  # the stages of a step whose layers are separate launches
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 
 
 class Seen(TorchDispatchMode):
-    """Counts ops by the innermost range that is open."""
+    """Counts ops by the innermost open range."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Seen(TorchDispatchMode):
 
 
 def step(**options) -> tuple[Seen, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """What was seen of a step in ranges, its results, and those of the same without."""
+    """(op counts of a step in ranges, its results, the results of the same step without ranges)."""
     case = SPEC.case("tiny-5-3-b2-fp32")
     case = dataclasses.replace(case, dims={**case.dims, "layers": 3})
     inputs, again = (make_inputs(case, DEVICE, torch.Generator(DEVICE).manual_seed(0)) for _ in range(2))
@@ -62,7 +62,7 @@ def test_of_pytorchs_parts() -> None:
     seen, results, plain = step(**PLAIN)
     torch.testing.assert_close(results, plain)
     assert {stage for stage, _ in seen.ops} == {"", "embedding", *APART}
-    # Two products forward and four backward; of the embedding the gradient of the points is not asked for.
+    # Two GEMMs forward and four backward. The embedding does not need the gradient of the points.
     assert (seen.products("mlp"), seen.products("embedding")) == (3 * 6, 5)
     # q, kv and the output projection; attention itself is one op each way.
     assert seen.products("attention") == 3 * 9
@@ -80,12 +80,12 @@ def test_of_pytorchs_parts() -> None:
 def test_what_is_computed_again_is_its_stages(checkpoint: str) -> None:
     seen, results, plain = step(checkpoint=checkpoint, **PLAIN)
     torch.testing.assert_close(results, plain)
-    # Three more of attention; of the MLP one more, since no gradient needs the second.
+    # Recomputation: three more GEMMs of attention, and one more of the MLP, since no gradient needs the second one.
     assert (seen.products("mlp"), seen.products("attention")) == (3 * 7, 3 * 12)
 
 
 def test_of_gradients_that_are_computed_together() -> None:
-    """With ridgeline's attention and MLP; of all layers but the last, whose gradients are inline."""
+    """With ridgeline's attention and MLP, for all layers but the last, whose gradients are inline."""
     parts = dict(heads_impl="torch", loss_impl="torch", optimizer="torch")
     seen, results, plain = step(weight_gradients="deferred", projections="apart", **parts)
     torch.testing.assert_close(results, plain)

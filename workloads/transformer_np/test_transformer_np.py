@@ -1,4 +1,4 @@
-"""TransformerNP: the options agree, the padding stays zero, the task is a Gaussian process, and the model learns it."""
+"""TransformerNP: options agree, the padding stays zero, the task is a Gaussian process, and the model learns it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PEAK = Rates(matmul=7e14, attention=5e14, bandwidth=4e12, launch=1e-6)
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """A pool makes matrices of these sizes slower, the more so where other processes have the cores."""
+    """A thread pool is slower for matrices of these sizes, especially if other processes use the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -114,8 +114,8 @@ def test_pytorchs_attention_is_computed_again_by_block_alone(checkpoint: str, ca
 
 
 def test_what_a_checkpoint_of_ours_computes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With "attention" that is neither attention nor the whole MLP, and what is kept are three rows of the model's
-    width, where without a checkpoint there are six, the hidden, and those of the context."""
+    """With "attention", neither attention nor the MLP's second GEMM is computed again. Three rows of the model's width
+    are saved; without a checkpoint six rows, the hidden, and the rows of the context."""
     calls = {"attention": 0, "fused_mlp": 0}
     rows = [torch.randn(2, 24, TINY.d_model, device=DEVICE, requires_grad=True) for _ in range(2)]
 
@@ -140,7 +140,7 @@ def test_what_a_checkpoint_of_ours_computes_again(monkeypatch: pytest.MonkeyPatc
 
 
 def test_targets_see_the_context_alone() -> None:
-    """Another target changes nothing, another order of the context nothing either."""
+    """The result does not depend on other targets, nor on the order of the context."""
     batch, model = task(1, 6, 4), small(**PLAIN)
     x, y, targets = batch["x_context"], batch["y_context"], batch["x_target"]
     mean = model(x, y, targets)[1]
@@ -183,7 +183,7 @@ def test_unknown_options(options: dict, message: str) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_functions_have_the_covariance_of_their_kernel(name: str) -> None:
-    """Both ways to sample: the mean of products of values at two points, over many functions."""
+    """For both sampling methods: the mean product of the values at two points, over many functions."""
     x = torch.tensor([0.0, 0.3, 0.8], dtype=torch.float64).expand(4000, 3)
     expected = KERNELS[name]((x[0][:, None] - x[0]).abs())
     for draw, rows in ((_exact, 4000), (_by_features, 1000)):
@@ -201,7 +201,7 @@ def test_tasks_of_many_points() -> None:
 
 
 def _trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, kernel: str) -> tuple[float, float]:
-    """The mean loss of the last tenth of the steps, and that of the best constant Gaussian on the same tasks."""
+    """(mean loss of the last tenth of the steps, loss of the best constant Gaussian on the same tasks)."""
     warm = steps // 10
     schedule = lambda step: min(1, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / steps))  # noqa: E731
     step = TrainStep(model.loss, optimizer, clip=1.0, schedule=schedule, history=steps)
@@ -215,14 +215,14 @@ def _trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: in
 
 
 def _of_pytorch(model: torch.nn.Module, steps: int, kernel: str, lr: float = 3e-3) -> tuple[float, float]:
-    """Trained in fp32 with PyTorch's AdamW."""
+    """The losses of `_trained` in fp32 with PyTorch's AdamW."""
     model = model.to(DEVICE)
     return _trained(model, torch.optim.AdamW(model.parameters(), lr=lr), steps, kernel)
 
 
 def test_the_loss_falls_below_a_reference_models() -> None:
-    """Below that of a neural process with mean pooling for attention, trained likewise on the same tasks, which itself
-    is below the best constant Gaussian."""
+    """The loss is below that of a neural process with mean pooling instead of attention, trained in the same way on the
+    same tasks. That loss is itself below the best constant Gaussian's."""
     model = TransformerNP(2, 32, 2, 64, 3, generator=generator(), padding=1, **PLAIN)
     found, constant = _of_pytorch(model, 120, "rbf")
     pooled, _ = _of_pytorch(MeanPoolingNP(64, 2, 3, generator=generator()), 120, "rbf")
@@ -241,8 +241,8 @@ def test_every_process_is_learnt(name: str) -> None:
 @pytest.mark.gpu(min_capability=(8, 0))
 @pytest.mark.parametrize("checkpoint", ["none", "attention"])
 def test_ours_in_bf16_learns_as_pytorchs_fp32_does(checkpoint: str) -> None:
-    """The same model on the same tasks: ridgeline's kernels, weights in bf16 with fp32 ones in the optimizer, against
-    PyTorch's parts in fp32, and against the reference model."""
+    """The same model on the same tasks: ridgeline's kernels, with bf16 weights and fp32 masters in the optimizer,
+    compared with PyTorch's parts in fp32, and with the reference model."""
     sizes = Sizes(layers=2, d_model=128, heads=2, d_ff=200, components=4)
     ours = sizes.model(generator=generator(), checkpoint=checkpoint).to(DEVICE, torch.bfloat16)
     optimizer = kernels.adamw.AdamW(ours.parameters(), lr=1e-3, master_weights=True)
@@ -264,20 +264,20 @@ def test_stages(parts: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(len(results))
         return grads
 
-    stages_module = sys.modules[stages.__module__]  # the package has the function under that name
+    stages_module = sys.modules[stages.__module__]  # in the package, that name is the function
     plain = stages_module._differentiated
     monkeypatch.setattr(stages_module, "_differentiated", differentiated)
     optimizer = torch.optim.AdamW(model.parameters(), capturable=DEVICE == "cuda")
     found = stages(model, optimizer, 5, 3, 2, repeats=2)
-    assert max(seen) == (4 if "weight_gradients" in parts else 2)  # of two layers together, the last one by itself
+    assert max(seen) == (4 if "weight_gradients" in parts else 2)  # two layers together, the last one separately
     assert tuple(found) == STAGES and all(seconds > 0 for name, seconds in found.items() if name != "layers")
-    assert found["layers"] == 0  # which are one launch on a GPU alone, and wider
+    assert found["layers"] == 0  # layers are one launch only on a GPU, and for a larger width
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_stages_that_the_bench_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ours and of PyTorch's parts; not of what has the stages of either, nor of what is compiled, nor where stages
-    are computed again."""
+    """The bench records stages of ours and of PyTorch's parts, but not of implementations that share stages with these,
+    of compiled ones, or if stages are computed again."""
     monkeypatch.setattr(bench, "stages", partial(stages, repeats=1))
     case, cpu = SPEC.case("tiny-5-3-b2-fp32"), torch.device("cpu")
     for name in ("auto", "torch-flash"):
@@ -317,7 +317,7 @@ def _step_seconds(step: TrainStep, batch: dict[str, torch.Tensor]) -> float:
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("batch", [1, 64])
 def test_stages_make_up_the_step(batch: int) -> None:
-    """In CUDA graphs, as the step: their sum is most of it, also where launches would take longer than kernels."""
+    """In CUDA graphs, as for the step: their sum is most of its time, even if launches take longer than kernels."""
     model = FULL.model().to(DEVICE, torch.bfloat16)
     optimizer = kernels.adamw.AdamW(model.parameters(), master_weights=True)
     found = sum(stages(model, optimizer, 64, 500, batch).values())
@@ -329,12 +329,12 @@ def test_cost_counts_what_a_model_multiplies() -> None:
     case = next(c for c in SPEC.cases if c.dtype == torch.float32 and not c.params)
     inputs = make_inputs(case, "cpu", generator())
     model = dataclasses.replace(TINY, padding=1).model(generator=generator(), **PLAIN)
-    # The counter does not know the flash attention of a CPU.
+    # The counter does not support the CPU's flash attention.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model.loss(*(inputs[n] for n in ("x_context", "y_context", "x_target", "y_target"))).backward()
     d = case.dims
     rows, answers = d["batch"] * (d["context"] + d["targets"]), d["batch"] * d["targets"]
-    # Nobody asks for the gradient of the points; with the scores in memory none are computed again.
+    # The gradient of the points is not needed; with the scores in memory none are computed again.
     unneeded = 2 * rows * 3 * d["d_model"] + 0.5 * 4 * answers * d["context"] * d["d_model"]
     assert SPEC.cost(case, "train").total_flops - unneeded == pytest.approx(counter.get_total_flops(), rel=0.01)
 
@@ -387,8 +387,8 @@ def test_the_readme_says_what_a_checkpoint_costs(checkpoint: str) -> None:
 
 
 def _recorded() -> list:
-    """Each measured step in the committed records of GPUs that have rates, and how its layers were launched: those of
-    `auto` apart where its run has no ablation of that, which is older than layers in one launch."""
+    """Each measured step in the committed records of GPUs that have rates, and how its layers were launched. A run
+    without an ablation of that is older than layers in one launch: its `auto` is "apart"."""
     found = []
     for path in sorted(registry.ROOT.glob("reports/*/records/transformer_np.jsonl")):
         rows = [row for row in record.load(path).rows if not row.host and row.run.gpu_folder in RATES]
@@ -402,7 +402,7 @@ def _recorded() -> list:
 
 @pytest.mark.parametrize(("row", "layers_impl"), _recorded())
 def test_feasibility_follows_the_records(row, layers_impl: str) -> None:
-    """Of every step that was recorded, its time in a CUDA graph."""
+    """Compares the prediction with the time in a CUDA graph of every recorded step."""
     d = row["dims"]
     given = {name: d[name] for name in ("layers", "d_model", "heads", "d_ff", "components", "padding")}
     sizes = dataclasses.replace(FULL, **given)
@@ -434,7 +434,7 @@ def test_the_sizes_of_the_issue() -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_optimizers_agree(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's fused AdamW, and its compiled one over vectors, uncompiled here; what lies between parameters stays."""
+    """PyTorch's fused AdamW, and the one to be compiled, here uncompiled; gaps between parameters do not change."""
     case = next(c for c in SPEC.cases if c.dtype == torch.float32 and not c.params)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     _flat_update.cache_clear()
@@ -455,8 +455,7 @@ def test_optimizers_agree(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("checkpoint", ["none", "block", "attention"])
 def test_a_compiled_step_with_attention_that_is_not(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that is not compiled as a whole reads its parameters once more in the backward, where it is
-    checkpointed."""
+    """A checkpointed block that is not compiled as a whole reads its parameters again in the backward."""
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend="eager"))
 
@@ -498,7 +497,7 @@ def test_weights_in_bf16_follow_fp32() -> None:
 @pytest.mark.gpu(min_capability=(8, 0))
 @pytest.mark.parametrize("checkpoint", ["none", "block", "attention"])
 def test_a_captured_step_is_the_eager_one(checkpoint: str) -> None:
-    """Ours in all parts, and ridgeline's AdamW."""
+    """With ridgeline's implementation of all parts, and ridgeline's AdamW."""
     sizes = Sizes(layers=2, d_model=128, heads=2, d_ff=200, components=4)
     batch, losses = task(2, 70, 30), []
     for capture in (True, False):
@@ -517,7 +516,7 @@ def test_a_captured_step_is_the_eager_one(checkpoint: str) -> None:
 def test_feasibility_of_memory_is_within_five_percent(context: int, targets: int, batch: int, checkpoint: str) -> None:
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
-    before = torch.cuda.memory_allocated()  # by other tests of this process
+    before = torch.cuda.memory_allocated()  # memory of other tests in this process
     model = Sizes().model(dtype=torch.bfloat16, checkpoint=checkpoint).to(DEVICE)
     step = TrainStep(model.loss, kernels.adamw.AdamW(model.parameters()), capture=False)
     made = task(batch, context, targets)
@@ -568,7 +567,7 @@ def test_ten_thousand_replays() -> None:
 
 
 def test_what_stands_in_for_many_points() -> None:
-    """It is of the same kind, and small enough for the oracle; cases of few points need none."""
+    """The stand-in is of the same kind, and small enough for the oracle; cases of few points need none."""
     for case in SPEC.cases:
         found = SPEC.stand_in(case)
         assert (found is not None) == (case.dims["context"] > 300)
@@ -578,7 +577,7 @@ def test_what_stands_in_for_many_points() -> None:
 
 
 def _of_many_points(change) -> Verdict:
-    """What the checks say of a step whose results `change` got, if it is of the case that is timed."""
+    """The verdict of the checks on a step of a timed case whose results `change` has modified."""
     timed = next(case for case in SPEC.cases if case.name == "tiny-5-3-b2-fp32")
     smaller = dataclasses.replace(timed, name="smaller", dims={**timed.dims, "context": 2})
     declared = SPEC.stand_in(dataclasses.replace(timed, dims={**timed.dims, "context": 10_000}))

@@ -1,4 +1,4 @@
-"""All layers in one launch: which it takes, that it compiles, and on a GPU that it is right."""
+"""All layers in one launch: which layers are supported, that it compiles, and on a GPU that it is correct."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def test_the_ablation_has_it_for_few_rows() -> None:
 @pytest.mark.parametrize("exact_norms", [False, True])
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_it_compiles(which: str, exact_norms: bool) -> None:
-    """Without spills, with two waits in each loop of products and one for each other group of them: ptxas puts one
-    behind each wgmma whose sums it cannot leave in their registers."""
+    """It compiles without spills, with two waits in each main loop and one for each other group of wgmmas: ptxas adds a
+    wait after each wgmma whose accumulators it cannot keep in their registers."""
     saves = ("SAVE=1",) if which == "forward" else ()
     defines = (*launches.common_defines(1408, exact_norms), *saves)
     cubin = nvrtc.compiled(SOURCES / f"layers_{which}.cu", "sm_90a", defines)
@@ -110,7 +110,7 @@ def test_it_compiles(which: str, exact_norms: bool) -> None:
 
 
 def reference(x: torch.Tensor, weights: list[dict[str, torch.Tensor]], context: int) -> torch.Tensor:
-    """In the dtype of its inputs."""
+    """The layers in plain PyTorch, in the dtype of the inputs."""
     heads = launches.HEADS
     for layer in weights:
         n = F.rms_norm(x, x.shape[-1:], layer["before attention"], EPS)
@@ -124,7 +124,7 @@ def reference(x: torch.Tensor, weights: list[dict[str, torch.Tensor]], context: 
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
-    """Relative to the expected norm, or to `least` where that is greater."""
+    """The norm of the difference, relative to the expected norm, or to `least` if that is greater."""
     return ((found.double() - expected).norm() / expected.norm().clamp_min(least)).item()
 
 
@@ -132,8 +132,8 @@ def distance(found: torch.Tensor, expected: torch.Tensor, least: float = 0.0) ->
 @pytest.mark.parametrize("exact_norms", [True, False])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_rows_and_gradients(shape: tuple[int, ...], exact_norms: bool) -> None:
-    """Against fp64. Rows and gradients are rounded to bf16 four times a layer. Scores of one key have no gradient, and
-    what rounding makes of that is small beside the gradient of values."""
+    """Compares with fp64. Rows and gradients are rounded to bf16 four times per layer. With one key the scores have no
+    gradient; the rounding errors in its place are small compared to the gradient of the values."""
     batch, context, targets, layers, hidden = shape
     sizes = dataclasses.replace(FULL, layers=layers + 1, d_ff=hidden, components=2, padding=64)
     made = model(sizes)
@@ -165,7 +165,7 @@ def test_rows_and_gradients(shape: tuple[int, ...], exact_norms: bool) -> None:
 
 @pytest.mark.gpu(min_capability=HOPPER)
 def test_repeats_agree_bit_for_bit() -> None:
-    """In one CUDA graph, replayed: the counters of what is written begin at zero each time."""
+    """Replays of one CUDA graph: the `written` counters start at zero each time."""
     made, batch = model(FULL), task(1, 64, 500)
     parameters = list(made.parameters())
     stream = torch.cuda.Stream()
@@ -186,7 +186,7 @@ def test_repeats_agree_bit_for_bit() -> None:
 @pytest.mark.gpu(min_capability=HOPPER)
 @pytest.mark.parametrize("shape", [(1, 64, 500), (3, 20, 130)])
 def test_a_model_has_the_gradients_of_layers_apart(shape: tuple[int, int, int]) -> None:
-    """Both against fp64: no further from it than 1.2 times."""
+    """Compares both with fp64: the error is at most 1.2 times that of layers apart."""
     exact = model(
         dtype=torch.float64, attention="sdpa", mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch"
     )
@@ -202,8 +202,7 @@ def test_a_model_has_the_gradients_of_layers_apart(shape: tuple[int, int, int]) 
 
 @pytest.mark.gpu(min_capability=HOPPER)
 def test_the_step_takes_it() -> None:
-    """Without being asked, in the step's own layout of the weights, at the end of which the loss is that of layers
-    apart."""
+    """By default, with the step's layout of the weights. The loss equals that of layers apart."""
     spec = load("transformer_np")
     case = spec.case("64-500-b1-bf16")
     losses = {}
@@ -229,7 +228,7 @@ def test_the_step_takes_it() -> None:
     ],
 )
 def test_what_it_does_not_take(options: dict, shape: tuple[int, int, int], reason: str) -> None:
-    """Is said where it was asked for, and else done apart."""
+    """Unsupported layers raise an error if "whole" was requested, and otherwise run apart."""
     with pytest.raises(RuntimeError, match=reason):
         model(layers_impl="whole", **options).loss(**task(*shape))
     assert model(layers_impl="auto", **options).loss(**task(*shape)).isfinite()

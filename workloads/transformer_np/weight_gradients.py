@@ -1,9 +1,9 @@
-"""The gradients of many layers' weights, computed together and not by each layer's backward.
+"""The gradients of many layers' weights, computed together and not in each layer's backward.
 
-A gradient dyᵀ x of few rows is a product that takes the time of a launch and fills few SMs. Here each layer's backward
-leaves x and dy with `Operands`, and one batched product for each kind of weight gives the gradients of all layers. For
-autograd these are the result of one node, `_Gradients`, which runs when all layers' nodes have: each function of
-`deferred` takes that node's output, the `token`, as an input. So hooks, `.grad` and accumulation see gradients as ever.
+For few rows, a gradient dyᵀ x is a GEMM that takes no longer than a launch and fills few SMs. Here each layer's
+backward passes x and dy to `Operands`, and one batched GEMM per kind of weight computes the gradients of all layers.
+For autograd these are the result of one node, `_Gradients`, which runs after the nodes of all layers: each function of
+`deferred` has that node's output, the `token`, as an input. So hooks, `.grad` and accumulation work as usual.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ import torch
 
 MODES = ("auto", "inline", "deferred", "overlapped")
 PROJECTIONS = ("auto", "joint", "apart")
-MOST_BYTES = 1 << 29  # that are kept until the end of the backward
-MOST_ROWS = 1536  # that get keys and values which nobody reads
-LAYERS_AT_ONCE = 1  # whose gradients are launched together where they are overlapped
+MOST_BYTES = 1 << 29  # limit of the operands that are kept until the end of the backward
+MOST_ROWS = 1536  # limit of the rows for which unused keys and values are computed
+LAYERS_AT_ONCE = 1  # layers whose gradients are launched together if they are overlapped
 
-KINDS = ("q", "kv", "out", "up", "down", "before attention", "before mlp")  # of weights; the last two are norms'
+KINDS = ("q", "kv", "out", "up", "down", "before attention", "before mlp")  # of weights; the last two are of norms
 
 
 def pick_weight_gradients(layers: int, rows: int, width: int, hidden: int, itemsize: int) -> str:
     """How the gradients of the weights of equal layers are computed: "inline" or "deferred". Pure.
 
-    Kept until the end are the gradients of q, k, v and of the MLP's hidden, the hidden, and copies of five tensors as
-    wide as the residual stream. In an exploration on one H200 the step of (64, 500) took 1.64 ms deferred, 1.70
-    overlapped and 1.84 inline with a batch of 1, and 18.7, 18.2 and 17.3 with one of 64 (EXPERIMENTS.md). The limit, a
-    batch of 6, is reckoned: there the gradient of a weight takes 3 to 8 us, as long as a launch and the sum of a
-    split K.
+    The gradients of q, k, v and of the MLP's hidden, the hidden, and copies of five tensors as wide as the residual
+    stream are kept until the end. In an exploration on one H200 the step of (64, 500) took 1.64 ms deferred, 1.70
+    overlapped and 1.84 inline with a batch of 1, and 18.7, 18.2 and 17.3 with a batch of 64 (EXPERIMENTS.md). The
+    limit, a batch of 6, is reckoned: there the gradient of a weight takes 3 to 8 us, as long as a launch and the
+    reduction of a split-K GEMM.
     """
     kept = layers * rows * (8 * width + 2 * hidden) * itemsize
     return "deferred" if layers > 1 and kept <= MOST_BYTES else "inline"
 
 
 def pick_projections(batch: int, targets: int) -> str:
-    """Whether q, k and v are one product of all rows ("joint") or two ("apart"). Pure.
+    """Whether q, k and v are one GEMM of all rows ("joint") or two ("apart"). Pure.
 
-    The targets' keys and values are never read. Three products of them, forward and backward, are 12 d² FLOP a row: of
-    1536 rows and 512 columns 5 GFLOP, at 600 TFLOP/s 8 us, for which two launches of 4 us are spared. With 564 rows the
-    step took 1.582 ms joint and 1.644 apart in that exploration; the limit is reckoned.
+    The targets' keys and values are never read. Their three GEMMs, forward and backward, are 12 d² FLOP per row: 5
+    GFLOP for 1536 rows and 512 columns, 8 us at 600 TFLOP/s, compared to two launches of 4 us that are saved. With 564
+    rows the step took 1.582 ms joint and 1.644 apart in that exploration; the limit is reckoned.
     """
     return "joint" if batch * targets <= MOST_ROWS else "apart"
 
 
 class Operands:
-    """The operands of the gradients of `layers` equal layers, and in the end those gradients.
+    """Collects the operands of the gradients of `layers` equal layers, and computes those gradients.
 
-    overlapped: the products are launched as the backward goes on, on a stream of their own, for LAYERS_AT_ONCE layers
-    at a time; else all of them when they are asked for. `gradients` joins the streams.
+    overlapped: the GEMMs are launched during the backward, on a side stream, for LAYERS_AT_ONCE layers at a time;
+    otherwise all are launched by `gradients`, which also joins the streams.
     """
 
     def __init__(self, layers: int, overlapped: bool = False) -> None:
@@ -59,11 +59,11 @@ class Operands:
         self._waiting: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._multiplied: dict[tuple[str, int], torch.Tensor] = {}
         self._partial: dict[tuple[str, int], tuple[torch.Tensor, torch.dtype]] = {}
-        self._read: list[object] = []  # by the other stream, until the streams are joined
+        self._read: list[object] = []  # tensors that the side stream reads, until the streams are joined
         self._joins: Callable[[], None] | None = None
 
     def room(self, name: str, layer: int, like: torch.Tensor, shape: Sequence[int], zero: bool = False) -> torch.Tensor:
-        """Memory of one layer's operand beside that of all layers, so that no copy joins them."""
+        """Memory for one layer's operand, adjacent to that of the other layers, so that no copy has to stack them."""
         if name not in self._rooms:
             self._rooms[name] = (torch.zeros if zero else torch.empty)(
                 (self.layers, *shape), dtype=like.dtype, device=like.device
@@ -71,21 +71,21 @@ class Operands:
         return self._rooms[name][layer]
 
     def add(self, layer: int, **operands: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """The rows x and dy of each kind of weight, whose gradient is dyᵀ x."""
+        """Adds the operands x and dy of each kind of weight, whose gradient is dyᵀ x."""
         for kind, pair in operands.items():
             self._waiting[kind, layer] = tuple(t.flatten(0, -2) for t in pair)  # type: ignore[assignment]
 
     def add_partial(self, layer: int, kind: str, sums: torch.Tensor, dtype: torch.dtype) -> None:
-        """Partial sums [P, d] of the gradient of a norm's weight, which has this dtype."""
+        """Adds partial sums [P, d] of the gradient of a norm's weight. The gradient has this dtype."""
         self._partial[kind, layer] = sums, dtype
 
     def end_of_layer(self) -> None:
-        """What is overlapped may be launched."""
+        """Marks the end of a layer's backward: if overlapped, its gradients may be launched."""
         if self.overlapped and len({layer for _, layer in self._waiting}) >= LAYERS_AT_ONCE:
             self._launch()
 
     def gradients(self) -> dict[tuple[str, int], torch.Tensor]:
-        """Of (kind, layer). Operands are forgotten: another backward through the same graph brings its own."""
+        """The gradients by (kind, layer). Operands are dropped: a second backward through the graph adds its own."""
         self._launch()
         if self._joins is not None:
             self._joins()
@@ -108,7 +108,7 @@ class Operands:
         first = products[0][1]
         if not (self.overlapped and first.is_cuda):
             return _multiply(products)
-        # The other stream allocates nothing that this one reads, and what it reads stays until they are joined.
+        # The side stream allocates nothing that this one reads, and tensors that it reads live until the streams join.
         main, side = torch.cuda.current_stream(first.device), _side(first.device)
         self._read.append((products, self._rooms))
         side.wait_stream(main)
@@ -129,7 +129,7 @@ def _room_of(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
 
 
 def _multiply(products: list[tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]]) -> None:
-    """dyᵀ x of all pairs of each list, into the tensor beside it."""
+    """Computes dyᵀ x of all pairs of each list into the tensor that belongs to the list."""
     columns = [list(column) for pairs, _ in products for column in zip(*pairs, strict=True)]
     stacks = _stacked(columns)
     for i, (_, out) in enumerate(products):
@@ -141,8 +141,8 @@ def _multiply(products: list[tuple[list[tuple[torch.Tensor, torch.Tensor]], torc
 
 
 def _stacked(columns: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Each list as one tensor: where its tensors lie one after the other without a copy, and all other lists of a shape
-    by one copy together."""
+    """Stacks each list to one tensor: a view if its tensors are consecutive in memory. All other lists of the same
+    shape are stacked by one copy."""
     found = [as_they_lie(column) for column in columns]
     loose = [column for column, stack in zip(columns, found, strict=True) if stack is None]
     for shape in dict.fromkeys(column[0].shape for column in loose):
@@ -154,7 +154,8 @@ def _stacked(columns: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def _summed(partial: dict[tuple[str, int], tuple[torch.Tensor, torch.dtype]]) -> dict[tuple[str, int], torch.Tensor]:
-    """The sum of each in its dtype, by one sum for all that are alike, after one copy if they do not lie together."""
+    """The sum of each in its dtype. All of the same shape are summed in one launch, after one copy if they are not
+    consecutive in memory."""
     found: dict[tuple[str, int], torch.Tensor] = {}
     for shape, dtype in dict.fromkeys((sums.shape, dtype) for sums, dtype in partial.values()):
         alike = {key: sums for key, (sums, other) in partial.items() if sums.shape == shape and other == dtype}
@@ -165,7 +166,7 @@ def _summed(partial: dict[tuple[str, int], tuple[torch.Tensor, torch.dtype]]) ->
 
 
 def as_they_lie(tensors: list[torch.Tensor]) -> torch.Tensor | None:
-    """A stack of tensors that follow each other in one memory, without a copy; else None."""
+    """The stack of tensors as a view if they are consecutive in one buffer, otherwise None."""
     first = tensors[0]
     step = first.numel() * first.element_size()
     memory = first.untyped_storage().data_ptr()
@@ -178,19 +179,19 @@ def as_they_lie(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 class Place(NamedTuple):
-    """Of a layer in `operands`, and the token that makes autograd compute the gradients after it."""
+    """A layer's place in `operands`, and the token that makes autograd compute the gradients after the layer."""
 
     operands: Operands
     token: torch.Tensor
     layer: int
 
     def gradient_of_token(self) -> torch.Tensor | None:
-        """One that is not None makes autograd run `_Gradients` in the thread of the token's device."""
+        """The gradient of the token. If it is not None, autograd runs `_Gradients` in the thread of its device."""
         return None if self.layer else self.token.detach()
 
 
 def places(weights: Sequence[dict[str, torch.Tensor]], overlapped: bool = False) -> list[Place]:
-    """For each layer, of which there are the weights of KINDS, its place. The functions of `deferred` then leave the
+    """The place of each layer. `weights` has the weights of KINDS of each. The functions of `deferred` then defer the
     gradients of these weights, all of them or none, to one node."""
     operands = Operands(len(weights), overlapped)
     token = _Gradients.apply(operands, *(layer[kind] for layer in weights for kind in KINDS))

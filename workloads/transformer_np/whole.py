@@ -1,7 +1,7 @@
-"""All layers but the last of a model in one kernel, and their backward in another: for few rows, where the overhead of
-launches dominates.
+"""All layers but the last of a model in one kernel, and their backward in another, for few rows, where launch overhead
+dominates.
 
-The operands of the weights' gradients are left to `weight_gradients`, which multiplies them when the backward has
+The operands of the weights' gradients are passed to `weight_gradients`, which multiplies them after the backward has
 passed all layers.
 """
 
@@ -18,13 +18,13 @@ from .weight_gradients import Place
 __all__ = ["CHOICES", "Weights", "layers", "missing", "pick_layers", "weights_of"]
 
 CHOICES = ("auto", "whole", "apart")
-MOST_CLUSTERS = 14  # of 8 CTAs that run at once: a cluster lies within one GPC, whose SMs are no multiple of 8
+MOST_CLUSTERS = 14  # clusters of 8 CTAs that run at once: each is within a GPC, whose SMs are not a multiple of 8
 
 
 def pick_layers(batch: int, context: int, targets: int) -> str:
-    """Whether the layers of few rows are one launch ("whole") or several a layer ("apart"). Pure.
+    """Whether the layers for few rows are one launch ("whole") or several per layer ("apart"). Pure.
 
-    A cluster of 8 CTAs takes 64 rows through all layers, and reads all weights: more clusters than run at once would
+    A cluster of 8 CTAs processes 64 rows in all layers, and reads all weights: more clusters than run at once would
     take twice the time. Targets and context do not share a cluster.
     """
     fits = launches.clusters(batch, context, targets) <= MOST_CLUSTERS
@@ -32,16 +32,16 @@ def pick_layers(batch: int, context: int, targets: int) -> str:
 
 
 def missing(x: torch.Tensor, context: int, heads: int, weights: Weights | None) -> str | None:
-    """Why layers of these weights (None where they do not lie together) cannot be one launch for the rows
-    x [B, M + N, d], or None."""
+    """Why layers with these weights (None if they are not in one buffer) cannot be one launch for the rows
+    x [B, M + N, d]. None if they can."""
     if weights is None:
         return "weights must lie together (TransformerNP.flatten_parameters)"
     return launches.missing(x, context, heads, weights)
 
 
 def layers(x: torch.Tensor, weights: Weights, places: Sequence[Place] | None, context: int, eps: float) -> torch.Tensor:
-    """The rows [B, M + N, d] behind all these layers, of the rows x before them. `places` are where the gradients of
-    the weights are left; None where nothing is differentiated."""
+    """The output rows [B, M + N, d] of all these layers for the input rows x. The gradients of the weights are deferred
+    to `places`, which is None if nothing is differentiated."""
     if places is None:
         return launches.forward(x.detach().contiguous(), weights, context, eps, save=False)[0]
     return _Layers.apply(x, places[0].token, places, weights, context, eps)

@@ -53,11 +53,11 @@ enum Epilogue { STATS, LOGITS, GRADIENT };
 
 typedef long long i64;
 
-constexpr int BLOCK_M = 128, BLOCK_K = 64, HALF = BLOCK_M / 2, SUMS = BLOCK_N / 2;  // HALF: rows of a wgmma
+constexpr int BLOCK_M = 128, BLOCK_K = 64, HALF = BLOCK_M / 2, SUMS = BLOCK_N / 2;  // rows of a wgmma; accumulators
 constexpr int CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1);
 constexpr int PANEL = BLOCK_K * 128;
 constexpr int A_BYTES = BLOCK_M * BLOCK_K * 2, STEP_BYTES = A_BYTES + BLOCK_N * BLOCK_K * 2;
-constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;                // where barriers lie
+constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;                // offsets of the mbarriers
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // Below any logit except -inf. A maximum that starts here is finite even in rows of -inf, and exp2(-inf - LOWEST) is 0.
 constexpr float LOWEST = -1e38f;
@@ -66,14 +66,14 @@ static_assert(STEP_BYTES % 1024 == 0 && BLOCK_N / CLUSTER % 8 == 0);
 struct Problem {
     u16* z;                         // [cols, pitch] of LOGITS and GRADIENT, 8-byte aligned, pitch a multiple of 8
     const u16* bias;                // [cols], or null
-    const void* target;             // [rows], in numbers of the whole vocabulary, of which column 0 is `first`
-    float* stats;                   // maxima [parts, rows]; behind `sum_at` sums of exponentials, behind `total_at` of
-                                    // logits; behind `hit_at` logits of targets [rows]. Written by STATS and LOGITS
+    const void* target;             // [rows], indices into the whole vocabulary, where column 0 has index `first`
+    float* stats;                   // maxima [parts, rows]; from `sum_at` sums of exponentials, from `total_at` sums of
+                                    // logits, from `hit_at` logits of targets [rows]. Written by STATS and LOGITS
     const float *highest, *scale;   // of GRADIENT: lse of each row as its maximum and 1 / Σ exp(l - maximum)
-    const float *factor, *dloss;    // of GRADIENT: of all rows; of each, `dloss_stride` apart, or null
+    const float *factor, *dloss;    // of GRADIENT: one for all rows; one per row, `dloss_stride` apart, or null
     i64 sum_at, total_at, hit_at, pitch, dloss_stride, ignore_index;
-    int first, rows, cols, steps;   // of this launch; steps of the sum
-    float softcap, z_loss, hit, rest;  // of GRADIENT: hit = 1 - label_smoothing, rest = label_smoothing / whole vocabulary
+    int first, rows, cols, steps;   // of this launch; steps: K-blocks
+    float softcap, z_loss, hit, rest;  // of GRADIENT: hit = 1 - label_smoothing, rest = label_smoothing / vocabulary
 };
 
 struct Tile {
@@ -209,7 +209,7 @@ DEVICE void write_stats(const Problem& p, const Tile& tile, float (&d)[2][SUMS])
     for (int r = 0; r < 4; r++) {
         float* sums = d[r / 2] + r % 2 * 2;
         const int row = row_of(tile, r);
-        if (__shfl_sync(~0u, row, 0) >= p.rows) break;  // of the whole warp, which ptxas must see
+        if (__shfl_sync(~0u, row, 0) >= p.rows) break;  // the shuffle shows ptxas that this is warp-uniform
         float highest = LOWEST, sum = 0, total = 0;
 #pragma unroll
         for (int i = 0; i < SUMS / 2; i++) {
@@ -305,7 +305,7 @@ DEVICE void store_transposed(const Problem& p, const Tile& tile, const float (&d
 }
 
 DEVICE void consume(const Problem& p, u32 smem) {
-    const int consumer = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);  // anew, so that it takes no register meanwhile
+    const int consumer = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);  // recomputed, to hold no register meanwhile
     const int tiles = tiles_of(p), clusters = gridDim.x / CLUSTER;
     Ring ring;
     for (int place = blockIdx.x / CLUSTER + consumer * clusters; place < tiles; place += 2 * clusters) {

@@ -13,14 +13,15 @@ from ..problem import Problem
 from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
-BLOCK_M, BLOCK_K, THREADS = 128, 64, 384  # of logits.cu
+BLOCK_M, BLOCK_K, THREADS = 128, 64, 384  # as in logits.cu
 STATS, LOGITS, GRADIENT = range(3)  # epilogues of logits.cu
 HALVES = (torch.float16, torch.bfloat16)
 VECTOR = 8  # elements of 16 bytes
 FLOAT = 4  # bytes
 
-# Tensor maps of hidden and weight, and logits.cu's Problem: z, bias, target, stats, highest, scale, factor, dloss;
-# sum_at, total_at, hit_at, pitch, dloss_stride, ignore_index; first, rows, cols, steps; softcap, z_loss, hit, rest.
+# Tensor maps of hidden and weight, then the fields of logits.cu's Problem: z, bias, target, stats, highest, scale,
+# factor, dloss; sum_at, total_at, hit_at, pitch, dloss_stride, ignore_index; first, rows, cols, steps; softcap, z_loss,
+# hit, rest.
 _LAYOUT = "MM(PPPPPPPPqqqqqqiiiiffff)"
 
 
@@ -36,7 +37,7 @@ def unsupported_reason(p: Problem) -> str | None:
 
 
 def stats_of(p: Problem, chunk: Chunk) -> Stats:
-    """The stats of a chunk that `stats_launch` writes: a part is a tile's columns."""
+    """The layout of the statistics that `stats_launch` writes for a chunk. A part is the result of one tile."""
     return Stats(-(-p.vocab // _config(p, chunk, STATS).block_n), chunk.count, _is_smooth(p, STATS))
 
 
@@ -45,14 +46,14 @@ def _config(p: Problem, chunk: Chunk, epilogue: int) -> configs.LogitsConfig:
 
 
 def _is_smooth(p: Problem, epilogue: int) -> bool:
-    """SMOOTHING. A loss without label smoothing has no sums of logits; without z-loss too its gradient is that of
-    softmax."""
+    """The define SMOOTHING. A loss without label smoothing needs no sums of logits. If there is no z-loss either, its
+    gradient is that of softmax."""
     return p.loss.label_smoothing != 0 or (epilogue == GRADIENT and p.loss.z_loss != 0)
 
 
 def stats_launch(p: Problem, chunk: Chunk, stats: Stats, pitch: int = 0) -> Callable[..., None]:
-    """Writes the stats of a chunk over the whole vocabulary, and zᵀ in rows of `pitch` elements unless that is 0, given
-    (hidden, weight, bias, target, z, stats)."""
+    """The launch that writes the statistics of a chunk over the whole vocabulary, given (hidden, weight, bias, target,
+    z, stats). It also writes zᵀ, in rows of `pitch` elements, unless pitch is 0."""
     start = _Start(p, chunk, slice(0, p.vocab), LOGITS if pitch else STATS)
     sizes = *stats.offsets, pitch, 0
 
@@ -72,8 +73,8 @@ def stats_launch(p: Problem, chunk: Chunk, stats: Stats, pitch: int = 0) -> Call
 def gradient_launch(
     p: Problem, chunk: Chunk, entries: slice, pitch: int, z_at: int, dloss_stride: int | None
 ) -> Callable[..., None]:
-    """Writes the gradient of a chunk's logits of these vocabulary entries, transposed, `z_at` elements after the
-    beginning of z and in rows of `pitch`, given (hidden, weight, bias, target, z, held, dloss)."""
+    """The launch that writes the transposed gradient of a chunk's logits for these vocabulary entries, in rows of
+    `pitch` elements from offset `z_at` of z, given (hidden, weight, bias, target, z, held, dloss)."""
     start, stride = _Start(p, chunk, entries, GRADIENT), dloss_stride or 0
     lse_at, factor_at, dloss_at = 2 * chunk.start * FLOAT, p.held.factor_at * FLOAT, chunk.start * stride * FLOAT
     scale_at, z_at = lse_at + chunk.count * FLOAT, z_at * p.dtype.itemsize
@@ -145,7 +146,7 @@ class _Start:
 
 
 def shared_bytes(config: configs.LogitsConfig) -> int:
-    """Of a CTA: the pipeline stages of both operands, and their barriers."""
+    """Shared memory of a CTA in bytes: the pipeline stages of both operands, and their mbarriers."""
     return config.stages * ((BLOCK_M + config.block_n) * BLOCK_K * 2 + 16)
 
 

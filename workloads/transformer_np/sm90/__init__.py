@@ -1,1 +1,1 @@
-"""The layers of few rows for compute capability 9.0 (Hopper), in CUDA C++."""
+"""The layers for few rows on compute capability 9.0 (Hopper), in CUDA C++."""

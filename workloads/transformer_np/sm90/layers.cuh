@@ -86,7 +86,7 @@ struct Weights {
 // All clusters read the same panels at about the same time: without being asked for before, each would wait for memory
 // and not for L2, with no more than the ring under way. Of all panels each cluster asks for every n-th, of n clusters.
 struct Ahead {
-    int panel = blockIdx.x / CLUSTER;  // the next of this cluster's, from the one on that is next of all
+    int panel = blockIdx.x / CLUSTER;  // the next panel that this cluster prefetches, relative to `a`'s first
     DEVICE void ask(const Panels& a, int layer) {
         for (; panel < a.count; panel += gridDim.x / CLUSTER)
             tma_prefetch(a.map, a.column_of(panel), a.row_of(panel), layer);
@@ -245,7 +245,7 @@ struct Exchange : Place {
     DEVICE void multiply(float (&d)[32], int first, int panels, u32 phase = 0) {
         constexpr int W_STEP = B_ROWS ? 16 * 128 / 16 : 32 / 16;
         int before = 0;
-        pin(d);  // the sums stay where they are in the loop: otherwise ptxas waits after each wgmma
+        pin(d);  // accumulators keep their registers in the loop: otherwise ptxas waits after each wgmma
 #pragma unroll 1
         for (int p = 0; p < panels; p++, ring.next()) {
             if (OF_HIDDEN && p % 8 == 0) bar_wait(smem + HIDDEN_FULL + p, phase);

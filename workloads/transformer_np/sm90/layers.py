@@ -1,4 +1,4 @@
-"""Launches of layers_forward.cu and layers_backward.cu: which layers they take, and what they write."""
+"""Launches of layers_forward.cu and layers_backward.cu: the layers that they support, the tensors that they write."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
-WIDTH, HEADS, ROWS, PANEL, CLUSTER, THREADS = 512, 8, 64, 64, 8, 224  # of layers.cuh
+WIDTH, HEADS, ROWS, PANEL, CLUSTER, THREADS = 512, 8, 64, 64, 8, 224  # as in layers.cuh
 HIDDEN = (CLUSTER * PANEL, 22 * PANEL)  # the narrowest and the widest
-SHARED = 22 * 8192 + 6 * 8192 + 2048 + 8 * 33  # panels, the ring, sums, barriers
-ALIGNMENT = 16  # bytes of an address or a stride that TMA takes
+SHARED = 22 * 8192 + 6 * 8192 + 2048 + 8 * 33  # bytes: panels, pipeline stages, sums, mbarriers
+ALIGNMENT = 16  # bytes; TMA requires it of addresses and strides
 
 _SHAPE = "iiiiff"
 _FORWARD, _BACKWARD = f"MMMMMMMM({13 * 'P'}q{_SHAPE})", f"MMMMMMMMM({17 * 'P'}q{_SHAPE})"
 
 
 class Weights(NamedTuple):
-    """Of the first of equal layers, and how far those of the next are from them: elements of the products' weights, and
-    of the norms'."""
+    """The weights of the first of equal layers, and the distances in elements to those of the next layer, for the
+    GEMMs' weights and for the norms'."""
 
     qkv: torch.Tensor
     out: torch.Tensor
@@ -36,15 +36,15 @@ class Weights(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the forward writes for the backward, of L layers and rows [B, S].
+    """The tensors that the forward writes for the backward, for L layers and rows [B, S].
 
-    h         [2, L, B, S, 512]     sums that the norms before attention [0] and MLP [1] are given; that of the first
-                                    layer is the input, and not written
-    n, rstd   and [2, L, B, S]      the norms' results, and 1 / rms in fp32
-    qkv       [L, B, S, 1536]       k and v of the context alone are written
-    attended  [L, B, S, 512]        what the heads made
+    h         [2, L, B, S, 512]     inputs of the norms before attention [0] and MLP [1]; that of the first layer is the
+                                    input of the layers, and not written
+    n, rstd   and [2, L, B, S]      outputs of the norms, and 1 / rms in fp32
+    qkv       [L, B, S, 1536]       k and v are written only for the context
+    attended  [L, B, S, 512]        concatenated outputs of the heads
     lse       [L, B, 8, S]          fp32
-    pre       [L, B, S, hidden]     before the activation; hidden is behind it
+    pre       [L, B, S, hidden]     pre-activations; hidden is the activation's output
     """
 
     h: torch.Tensor
@@ -58,8 +58,9 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the input; of the rows after attention [0] and after the MLP [1] of each layer; of the pre-activations; of q,
-    k and v, zero where these are not read; and of the norms' weights, in parts [L, 2, parts, 512] that add up to it."""
+    """The gradients of the input; of the rows after attention [0] and after the MLP [1] of each layer; of the
+    pre-activations; of q, k and v, zero where these are not read; and of the norms' weights, as partial sums
+    [L, 2, parts, 512]."""
 
     dx: torch.Tensor
     dx_at: torch.Tensor
@@ -69,8 +70,8 @@ class Gradients(NamedTuple):
 
 
 def weights_of(layers: Sequence[dict[str, torch.Tensor]]) -> Weights | None:
-    """The weights of equal layers, by their kind, where they lie alike: each kind at one distance from layer to layer,
-    q in front of k and v. Else None."""
+    """The weights of equal layers as `Weights`, if each kind has the same distance from layer to layer, and k and v
+    follow q in memory. Otherwise None."""
     pitch, gamma_pitch = (_pitch([layer[kind] for layer in layers]) for kind in ("q", "before attention"))
     if pitch is None or gamma_pitch is None:
         return None
@@ -87,7 +88,8 @@ def weights_of(layers: Sequence[dict[str, torch.Tensor]]) -> Weights | None:
 
 
 def _pitch(tensors: Sequence[torch.Tensor]) -> int | None:
-    """Elements from one to the next, of contiguous tensors of one dtype and shape in one memory; 0 for one alone."""
+    """The distance in elements between successive tensors, if they are contiguous, equally spaced in one buffer, and of
+    the same dtype and shape; otherwise None. 0 for a single tensor."""
     first, size = tensors[0], tensors[0].element_size()
     memory, step = first.untyped_storage().data_ptr(), 0
     if len(tensors) > 1:
@@ -101,7 +103,7 @@ def _pitch(tensors: Sequence[torch.Tensor]) -> int | None:
 
 
 def missing(x: torch.Tensor, context: int, heads: int, weights: Weights) -> str | None:
-    """Why the kernels cannot take rows x [B, S, d] and these layers, or None."""
+    """Why the kernels do not support rows x [B, S, d] and these layers, or None."""
     if not x.is_cuda or torch.cuda.get_device_capability(x.device) != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if x.dtype != torch.bfloat16 or weights.qkv.dtype != x.dtype:
@@ -118,7 +120,7 @@ def missing(x: torch.Tensor, context: int, heads: int, weights: Weights) -> str 
 
 
 def missing_sizes(width: int, heads: int, hidden: int, context: int, targets: int) -> str | None:
-    """The same by sizes alone."""
+    """Why the kernels do not support these sizes, or None."""
     if width != WIDTH or heads != HEADS or hidden % PANEL or not HIDDEN[0] <= hidden <= HIDDEN[1]:
         return f"it takes rows of {WIDTH}, {HEADS} heads and a hidden of {HIDDEN[0]} to {HIDDEN[1]} in steps of {PANEL}"
     if not 0 < context <= ROWS or targets < 1:
@@ -127,14 +129,15 @@ def missing_sizes(width: int, heads: int, hidden: int, context: int, targets: in
 
 
 def clusters(batch: int, context: int, targets: int) -> int:
-    """Of 8 CTAs, for rows of which the context has at most 64 a sequence."""
+    """The number of clusters of 8 CTAs for rows with at most 64 context rows per sequence."""
     return batch * (1 + -(-targets // ROWS))
 
 
 def forward(
     x: torch.Tensor, weights: Weights, context: int, eps: float, save: bool
 ) -> tuple[torch.Tensor, Saved | None]:
-    """The rows [B, S, 512] behind all layers, contiguous as x is, and what the backward needs where it is asked for."""
+    """(output rows [B, S, 512] of all layers, tensors for the backward if `save`, otherwise None). x must be
+    contiguous, and so is the output."""
     batch, rows, _ = x.shape
     layers, hidden = weights.layers, weights.up.shape[0]
 
@@ -158,7 +161,7 @@ def forward(
 
 
 def backward(dy: torch.Tensor, x: torch.Tensor, saved: Saved, weights: Weights, context: int, eps: float) -> Gradients:
-    """The gradients, given that of the rows behind all layers, contiguous."""
+    """The gradients, given the contiguous gradient dy of the output rows of all layers."""
     batch, rows, _ = x.shape
     layers = weights.layers
     dx = torch.empty_like(dy)
@@ -178,7 +181,7 @@ def backward(dy: torch.Tensor, x: torch.Tensor, saved: Saved, weights: Weights, 
 
 
 class _Key(NamedTuple):
-    """What a launch depends on beside addresses."""
+    """The parameters of a launch other than addresses."""
 
     device: int
     dtype: torch.dtype
@@ -210,7 +213,7 @@ def _start(
     context: int,
     eps: float,
 ) -> None:
-    """A launch with the maps of what TMA reads, and Problem: pointers, the norms' pitch, Shape."""
+    """Launches a kernel with the tensor maps for TMA and the struct Problem: pointers, the norms' pitch, Shape."""
     launch, maps = made
     (batch, rows, _), scale = x.shape, PANEL**-0.5
     tensors = (make(t.data_ptr()) for make, t in zip(maps, read, strict=True))
@@ -246,12 +249,12 @@ def _launch(key: _Key, which: str, defines: tuple[str, ...], layout: str) -> cud
 
 
 def common_defines(hidden: int, exact_norms: bool) -> tuple[str, ...]:
-    """What layers.cuh wants to be defined."""
+    """The defines that layers.cuh requires."""
     return f"SHARED={SHARED}", f"HIDDEN_PANELS={hidden // PANEL}", f"GAMMA32={int(exact_norms)}", "FP16=0"
 
 
 def _weights_maps(key: _Key) -> tuple[cuda_driver.TensorMap, ...]:
-    """Of all layers' weights of q, k and v, of the output projection, up and down, in boxes of 64 by 64."""
+    """The tensor maps of all layers' weights: of q, k and v, the output projection, up and down; boxes of 64 by 64."""
     found = []
     for rows, columns in ((3 * WIDTH, WIDTH), (WIDTH, WIDTH), (key.hidden, WIDTH), (WIDTH, key.hidden)):
         like = torch.empty_strided(
@@ -262,6 +265,6 @@ def _weights_maps(key: _Key) -> tuple[cuda_driver.TensorMap, ...]:
 
 
 def _rows_map(key: _Key, columns: int, tensors: int, rows: int | None = None) -> cuda_driver.TensorMap:
-    """Of [tensors, batch, rows, columns], of which the first `rows` of a sequence can be read."""
+    """The tensor map of [tensors, batch, rows, columns]. TMA reads only the first `rows` rows of a sequence."""
     like = torch.empty((1, tensors * key.batch, key.rows, columns), dtype=key.dtype, device="meta")
     return tensor_map(like, key.rows if rows is None else rows, ROWS)

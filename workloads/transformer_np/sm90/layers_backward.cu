@@ -47,7 +47,7 @@ struct Problem {
     u16 *dpre, *dqkv;                          // like pre and qkv
     float* dgamma;                             // [layers, 2, clusters, 4, WIDTH]
     float* sums;                               // [layers, sequences, CLUSTER, 2, 8, 128, 4]: dk and dv of targets
-    u32* written;                              // [layers, sequences, CLUSTER], zeros: clusters that are in the sums
+    u32* written;                              // [layers, sequences, CLUSTER], zeros: clusters added to the sums
     long long gamma_pitch;
     Shape shape;
 };
@@ -135,7 +135,7 @@ DEVICE void write_panel(u32 to, const u32 (&x)[16]) {
 
 struct Backward : Exchange {
     const Problem& a;
-    u32 phase;  // of barriers that are used once a layer
+    u32 phase;  // of mbarriers that are used once per layer
 
     DEVICE bool there(int i) const { return first_row() + i / 2 % 2 * 8 < tile.count; }
 
@@ -341,7 +341,7 @@ struct Backward : Exchange {
             write_sums(d, layer, 1);
             report(KEYS_WRITTEN);
 #pragma unroll
-            for (int i = 0; i < 16; i++) packed[i] = 0;  // what nobody reads has no gradient
+            for (int i = 0; i < 16; i++) packed[i] = 0;  // unused keys and values have a gradient of 0
             store_panel(dqkv + WIDTH, 3 * WIDTH, tile.count, packed);
             store_panel(dqkv + 2 * WIDTH, 3 * WIDTH, tile.count, packed);
         }

@@ -36,18 +36,18 @@
 #include "layers.cuh"
 
 constexpr int HEADS = 0, KEYS = 8, VALUES = 9, SCALED = PANELS - WIDTH_PANELS;  // panels
-constexpr int SCALED_DONE = DONE, HIDDEN_DONE = DONE + 8;                       // barriers, once a layer
+constexpr int SCALED_DONE = DONE, HIDDEN_DONE = DONE + 8;                       // barriers used once per layer
 
 struct Problem {
     const u16* x;                              // [sequences, rows, WIDTH]
     const Gamma *attention_gamma, *mlp_gamma;  // a layer's are gamma_pitch elements apart
-    u16 *h, *n;                                // [2, layers, sequences, rows, WIDTH]; behind h the last x
+    u16 *h, *n;                                // [2, layers, sequences, rows, WIDTH]; after h the last x
     u16* scaled;                               // [2, sequences, rows, WIDTH]
     float* rstd;                               // [2, layers, sequences, rows]
     u16 *qkv, *attended;                       // [layers, sequences, rows, 3 WIDTH], [..., WIDTH]
     float* lse;                                // [layers, sequences, CLUSTER, rows]
     u16 *pre, *hidden;                         // [layers, sequences, rows, HIDDEN_PITCH]
-    u32* written;                              // [layers, sequences, CLUSTER], zeros: whether keys and values are there
+    u32* written;                              // [layers, sequences, CLUSTER], zeros: set when keys, values are written
     long long gamma_pitch;
     Shape shape;
 };
