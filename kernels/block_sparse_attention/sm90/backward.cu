@@ -227,7 +227,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     };
     // The tile's first query and its index among all tiles, which the producer has stored, are read where they are
     // needed, to save registers. A leader may arrive on an empty barrier while the read of the index is pending. That
-    // is no race: a later store by a thread, unlike one by TMA, stays behind the read.
+    // is no race: a later store by a thread, unlike one by TMA, is ordered after the read.
     auto place = [&] { return __shfl_sync(~0u, load_one(base + TILE_AT + 8 * q.slot + 4), 0); };
     auto hide = [&] {
         const int first_query = CAUSAL ? load_one(base + TILE_AT + 8 * q.slot) : 0;

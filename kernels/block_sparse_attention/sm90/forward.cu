@@ -358,7 +358,7 @@ struct Consumer {
 };
 
 // A value that the producer has stored, warp-uniform. The leader may arrive on K_EMPTY while the read is pending. That
-// is no race: a later store by a thread, unlike one by TMA, stays behind the read.
+// is no race: a later store by a thread, unlike one by TMA, is ordered after the read.
 DEVICE int stored(u32 address) { return __shfl_sync(~0u, load_shared(address), 0); }
 
 DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer, const Tile& tile, int first_row) {

@@ -12,13 +12,13 @@ struct Problem {
     const float* scale_b;
     u64 scale_a_row, scale_a_block, scale_b_group, scale_b_row, scale_b_block;  // strides in elements
     int groups, rows, cols;  // of out, or with WEIGHTS of each of its matrices
-    int depth;               // without WEIGHTS: terms of a sum
+    int depth;               // K, without WEIGHTS
 };
 
 struct Tile {
     int group, row, column;  // of out
     int rows;                // how many of BLOCK_M are there
-    int first, end;          // of the terms of the sum
+    int first, end;          // of the tile along K
 };
 
 // A column of tiles is a column of clusters: CLUSTER horizontally adjacent tiles, of which the last may lie past the

@@ -26,7 +26,7 @@
 constexpr int BLOCK_M = 128, BLOCK_H = 128, BLOCK_K = 64, BLOCK_O = 8;
 constexpr int CONSUMERS = 2, ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 constexpr int STEP_BYTES = BLOCK_M * BLOCK_K * 2;
-constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;  // where barriers lie
+constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;  // offsets of the barriers
 constexpr int BEHIND_RING = EMPTY + 8 * STAGES;
 static_assert(BLOCK_M == BLOCK_H && STAGES > STEPS);
 
@@ -131,9 +131,9 @@ DEVICE void run_roles(const Produce& produce, const Consume& consume) {
         produce(warp);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER));
-        if (group == 2) named_arrive(1);  // the first turn is the first's
+        if (group == 2) named_arrive(1);  // the first consumer begins the ping-pong
         consume(group - 1);
-        if (group == 1) named_wait(1);  // for the last turn that the other has given
+        if (group == 1) named_wait(1);  // for the last arrival of the other consumer
     }
     __syncwarp();
     cluster_sync();

@@ -42,7 +42,7 @@ constexpr int BLOCK_M = 128, BLOCK_N = 256, BLOCK_K = 64;
 constexpr int CONSUMERS = 2, ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 constexpr int PANEL = BLOCK_K * 128;  // bytes of a box: 64 rows of 64 elements
 constexpr int A_PANELS = BLOCK_M / 64, B_PANELS = BLOCK_N / 64, STEP_BYTES = (A_PANELS + B_PANELS) * PANEL;
-constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;  // where barriers lie
+constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;  // offsets of the barriers
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
 struct Products {
@@ -52,7 +52,7 @@ struct Products {
     u16* dw1;      // likewise, or null: sums are written
     int rows, heads, hidden, dim;
     int dx_heads;  // heads of a part of dx; 0: no dx
-    int dw1_rows;  // terms of dw1: rows; 0: no dw1
+    int dw1_rows;  // K of dw1, which are rows; 0: no dw1
     int beside, ahead;
     int add;       // whether sums are those of the chunks before, to add to
 };
@@ -202,7 +202,7 @@ DEVICE void skip(u32 smem, Ring<STAGES>& ring, int steps) {
 #pragma unroll 1
     for (int step = 0; step < steps; step++, ring.next()) {
         bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
-        __syncwarp();  // a lane that still waits would miss this phase once the slot is given back
+        __syncwarp();  // a lane that still waits would miss this phase once the stage is released
         release(smem, ring.slot);
     }
 }

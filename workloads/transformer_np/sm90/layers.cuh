@@ -83,8 +83,8 @@ struct Weights {
     }
 };
 
-// All clusters read the same panels at about the same time: without being asked for before, each would wait for memory
-// and not for L2, with no more than the ring under way. Of all panels each cluster asks for every n-th, of n clusters.
+// All clusters read the same panels at about the same time. Without prefetching into L2 each load would wait for device
+// memory, with no more in flight than the pipeline stages hold. Of n clusters each prefetches every n-th panel.
 struct Ahead {
     int panel = blockIdx.x / CLUSTER;  // the next panel that this cluster prefetches, relative to `a`'s first
     DEVICE void ask(const Panels& a, int layer) {
