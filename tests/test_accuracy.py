@@ -246,6 +246,50 @@ def test_luck_with_a_single_number_beside_many(monkeypatch):
     assert truth.verdict([eager[0], eager[1] * (1 + 5e-5)], case, spec).reason.startswith("weights: ")
 
 
+class Attend(torch.autograd.Function):
+    """Attention of one head in 16 bits, which rounds p and ds for its GEMMs as FlashAttention does."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        p = (q.float() @ k.float().t()).softmax(-1)
+        ctx.save_for_backward(q, k, v, p)
+        return (p.to(q.dtype).float() @ v.float()).to(q.dtype)
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, p = (t.float() for t in ctx.saved_tensors)
+        dp = dout.float() @ v.t()
+        ds = (p * (dp - (dp * p).sum(-1, keepdim=True))).to(dout.dtype).float()
+        dv = p.to(dout.dtype).float().t() @ dout.float()
+        return (ds @ k).to(dout.dtype), (ds.t() @ q).to(dout.dtype), dv.to(dout.dtype)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_what_is_rounded_for_a_product_has_its_error_in_small_values_too(many, monkeypatch):
+    """The reference computes in fp32, so that its error is that of the last rounding, in proportion to each value."""
+    monkeypatch.setattr(oracle, "NOISE_ELEMENTS", 1000 if many else 10**8)
+
+    def exact(q, k, v):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return ((q.to(wide) @ k.to(wide).t()).softmax(-1) @ v.to(wide)).to(q.dtype)
+
+    spec = spec_of(exact, ("q", "k", "v"))
+    case = Case("b", dict(rows=2000), torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    inputs = {n: torch.randn(2000, 64, generator=generator).mul(0.3).bfloat16() for n in "qkv"}
+    dout = [torch.randn(2000, 64, generator=generator).bfloat16()]
+    truth = expected(spec, inputs, dout)
+    outputs, gradients = oracle.call(spec, lambda q, k, v: Attend.apply(q, k, v), inputs, dout)
+    results = [*outputs, *gradients]
+    plain = oracle.compare_all(results, truth.oracle, truth.eager, truth.names, case.dtype, spec.tolerance)
+    assert "of the largest exceeds" in plain.reason
+    assert truth.verdict(results, case, spec).ok
+    for index, name in enumerate(truth.names):
+        small = results[index].abs() <= 1e-2 * results[index].abs().max()
+        wrong = [*results[:index], torch.where(small, 0, results[index]), *results[index + 1 :]]
+        assert truth.verdict(wrong, case, spec).reason.startswith(f"{name}: "), name
+
+
 def test_a_matrix_product_may_be_rounded_to_the_inputs_dtype():
     """A sum over its elements in fp32, of which eager's is right by luck."""
 

@@ -115,10 +115,12 @@ def compare(
     where: torch.Tensor | None = None,
     noise: Sequence[torch.Tensor] = (),
     scale: torch.Tensor | None = None,
+    bin_noise: Sequence[torch.Tensor] = (),
 ) -> Verdict:
     """Verdict on one output by the rule above. `dtype` is the case's. `where` (bool, of the output's shape) restricts
     the comparison to some elements. The errors of the tensors in `noise` replace eager's where they are larger
-    (`oracle.Expected.verdict` says why), as do the max and RMS of `scale` those of the oracle."""
+    (`oracle.Expected.verdict` says why), those in `bin_noise` only in the rule for small values. The max and RMS of
+    `scale` replace those of the oracle where they are larger."""
     if result.shape != eager.shape:
         return Verdict(False, f"shape is {tuple(result.shape)}, expected {tuple(eager.shape)}", "shape")
     if result.dtype != eager.dtype:
@@ -144,7 +146,7 @@ def compare(
     if eager.dtype in FP8:
         reason = _beyond_a_step(result, oracle, eager, where)
     elif dtype not in FP8 and where is None:
-        reason = _wrong_bin(result, oracle, eager, noise, tolerance, numbers)
+        reason = _wrong_bin(result, oracle, eager, [*noise, *bin_noise], tolerance, numbers)
     return Verdict(not reason, reason, "error" if reason else "", numbers)
 
 
@@ -158,6 +160,7 @@ def compare_all(
     where: Sequence[torch.Tensor] | None = None,
     noise: Sequence[Sequence[torch.Tensor]] = (),
     scale: Sequence[torch.Tensor] | None = None,
+    bin_noise: Sequence[Sequence[torch.Tensor]] = (),
 ) -> Verdict:
     """Verdict on all outputs of a call. The first one that fails decides; otherwise the numbers are those of the output
     that comes closest to its limit."""
@@ -166,7 +169,8 @@ def compare_all(
     worst: Mapping[str, float] = {}
     for index, (result, oracle, eager, name) in enumerate(zip(results, oracles, eagers, names, strict=True)):
         part, other = (None if given is None else given[index] for given in (where, scale))
-        verdict = compare(result, oracle, eager, dtype, tolerance, part, [sample[index] for sample in noise], other)
+        samples, of_bins = ([sample[index] for sample in given] for given in (noise, bin_noise))
+        verdict = compare(result, oracle, eager, dtype, tolerance, part, samples, other, of_bins)
         if not verdict.ok:
             return Verdict(False, f"{name}: {verdict.reason}", verdict.cause, verdict.numbers)
         worst = max(worst, verdict.numbers, key=_closeness)
