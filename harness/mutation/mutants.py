@@ -102,7 +102,7 @@ def of_file(kernel: str, path: Path) -> list[Mutant]:
     name = path.relative_to(registry.folder(kernel)).as_posix()
     if path.suffix == ".py":
         return _of_python(kernel, name, source)
-    digests = {function: _digest(plain.cuda(text)) for function, text in cuda_tokens.functions(source).items()}
+    digests = {function: plain.digest(plain.cuda(text)) for function, text in cuda_tokens.functions(source).items()}
     return _numbered(kernel, name, source, ((*change, "cuda") for change in cuda_tokens.changes(source)), digests)
 
 
@@ -135,7 +135,7 @@ def _written(edit: operators.Edit) -> str:
 def _functions(tree: ast.Module, source: str) -> dict[str, str]:
     """Digest of each function of the module and of each class, by name. Code outside of them has that of its line."""
     named = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return {node.name: _digest(plain.python(ast.get_source_segment(source, node) or "")) for node in named}
+    return {node.name: plain.digest(plain.python(ast.get_source_segment(source, node) or "")) for node in named}
 
 
 def _numbered(
@@ -154,7 +154,7 @@ def _numbered(
         seen.add((start, end, text))
         number = bisect.bisect_right(starts, start) - 1
         line = lines[number].strip()
-        digest = digests.get(function.partition(".")[0]) or _digest(line)
+        digest = digests.get(function.partition(".")[0]) or plain.digest(line)
         ordinal = counts[function, line, operator]
         counts[function, line, operator] += 1
         found.append(
@@ -168,10 +168,6 @@ def _line_starts(source: str) -> list[int]:
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     return starts[:-1] or [0]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def order(mutants: list[Mutant], seed: int) -> list[Mutant]:

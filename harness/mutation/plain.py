@@ -8,11 +8,17 @@ of a tree.
 from __future__ import annotations
 
 import ast
+import hashlib
 import io
 import re
 import tokenize
 
 _IN_CUDA = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+def digest(text: str) -> str:
+    """The digest of a plain source, as results record it."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def cuda(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 from .. import registry
 from . import plain
-from .mutants import CUDA_SOURCES, Mutant
+from .mutants import Mutant, is_cuda
 
 FOLDER = registry.ROOT / "reports" / "mutants"
 QUICK = "-quick"
@@ -105,7 +104,7 @@ def digest_of_checks(kernel: str, quick: bool = False) -> str:
     files += [root / "tests/test_addresses.py", root / "tests/test_call.py"]
     files += [*folder.rglob("test_*.py"), folder / "bench.py", folder / "reference.py"]
     text = "\n".join(plain.python(file.read_text(encoding="utf-8")) for file in sorted(files) if file.is_file())
-    return hashlib.sha256(text.encode()).hexdigest()[:12] + QUICK * quick
+    return plain.digest(text) + QUICK * quick
 
 
 @cache
@@ -116,14 +115,14 @@ def digest_of_source(kernel: str, file: str) -> str:
     folder = registry.folder(kernel)
     kept = []
     for path in sorted(folder.rglob("*")):
-        if path.suffix in CUDA_SOURCES:
+        if is_cuda(path.name):
             kept.append(plain.cuda(path.read_text(encoding="utf-8")))
         elif path.suffix == ".py" and not path.name.startswith("test_"):
             text = path.read_text(encoding="utf-8")
             decides = "config" in path.as_posix() or path.name == "bench.py" or "cuda_driver" in text
             if decides or file.endswith(".py"):
                 kept.append(plain.python(text))
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:12]
+    return plain.digest("\n".join(kept))
 
 
 def is_quick(line: Mapping[str, Any]) -> bool:
