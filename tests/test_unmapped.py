@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from harness import registry
 from harness.correctness import layouts, unmapped
 
-READ = """
-import torch, triton, triton.language as tl
-from harness.correctness import unmapped
 
 @triton.jit
-def copy(x, y, first, n, BLOCK: tl.constexpr):
+def _copy_kernel(x_ptr, y_ptr, first, last, BLOCK: tl.constexpr):
     at = first + tl.arange(0, BLOCK)
-    tl.store(y + at - first, tl.load(x + at, mask=at < n), mask=at < n)
+    tl.store(y_ptr + at - first, tl.load(x_ptr + at, mask=at < last), mask=at < last)
 
-values = torch.arange(1000, device="cuda", dtype=torch.float32)
-x, y = unmapped.place("x", values, {side!r}), torch.empty(1024, device="cuda")
-copy[1,](x, y, {first}, {last}, BLOCK=1024)
-torch.cuda.synchronize()
-assert torch.equal(y[: 1000 - {first}], values[{first}:])
-"""
+
+def read(side: str, first: int, last: int) -> None:
+    """Reads elements first ... last - 1 of 1000 that lie at a side of memory. They end at a multiple of 16 bytes."""
+    values = torch.arange(1000, device="cuda", dtype=torch.float32)
+    x, y = unmapped.place("x", values, side), torch.empty(1024, device="cuda")
+    _copy_kernel[(1,)](x, y, first, last, BLOCK=1024)
+    torch.cuda.synchronize()
+    assert torch.equal(y[: 1000 - first], values[first:])
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 100, 2048])
@@ -48,13 +48,12 @@ def test_where_a_tensor_lies(side, count, monkeypatch):
     ("side", "first", "last"),
     [("end", 0, 1000), ("beginning", 0, 1000), ("end", 0, 1001), ("beginning", -1, 1000)],
 )
-def test_a_read_outside_of_a_tensor_is_a_fault(side, first, last, tmp_path):
-    """In a process of its own, of which nothing is left to use afterwards. 1000 elements end at a multiple of 16."""
-    program = tmp_path / "read.py"  # Triton reads the source of its functions
-    program.write_text(READ.format(side=side, first=first, last=last), encoding="utf-8")
-    path = os.pathsep.join([f"{registry.ROOT}", *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=300)
+def test_a_read_outside_of_a_tensor_is_a_fault(side, first, last):
+    """In a process of its own, of which nothing is left to use afterwards."""
+    program = f"from tests.test_unmapped import read; read({side!r}, {first}, {last})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=registry.ROOT, capture_output=True, text=True, timeout=300
+    )
     if first == 0 and last == 1000:
         assert done.returncode == 0, done.stderr
     else:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..capture import capture
+
 FINALISTS = 6
 FEWEST, MOST, SHORT_MS = 5, 50, 20.0  # calls that the first round times: as many as take SHORT_MS, within these bounds
 _BENCH = "_bench_cuda_graph_l2_rotate"
@@ -72,7 +74,7 @@ def short_bench(
     once = _milliseconds(lambda: calls(1))
     count = max(FEWEST, min(MOST, int(SHORT_MS / once)))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         calls(count)
     graph.replay()
     time = _milliseconds(graph.replay) / count
