@@ -2,8 +2,9 @@
 
 Most of a bench's time is compilation of peers on the host, during which a GPU idles. So the groups of the selection are
 distributed, a few of one kernel and mode at a time, over processes that are benches of their own. The rows of each are
-added to the records as soon as it ends, or is ended: they equal those of sequential processes. Host time is not
-measured, because the host is busy.
+added to the records as soon as it ends, or is ended: they equal those of sequential processes. Cases that run out of
+memory on a shared GPU are repeated at the end, one at a time per GPU. Host time is not measured, because the host is
+busy.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,25 +82,26 @@ def of_selections(selections: Sequence[Selection]) -> list[Group]:
     return [(s.spec.name, case.name, mode) for s in selections for case, mode in s.groups() if case.world_size == 1]
 
 
-def command(task: Task, gpu: str, out: Path, turns: Path, passed: Sequence[str]) -> list[str]:
-    """The command line of a task's process."""
+def command(task: Task, gpu: str, out: Path, turns: Path | None, passed: Sequence[str]) -> list[str]:
+    """The command line of a task's process. `turns`: the file by which processes share a GPU; None if alone on it."""
     chosen = options.words({"kernel": [task.kernel], "mode": [task.mode], "case": task.cases})
-    where = ["--gpu", gpu, "--out", str(out), "--turns", str(turns), "--host", "no"]
+    where = ["--gpu", gpu, "--out", str(out), "--host", "no", *(["--turns", str(turns)] if turns else [])]
     return [sys.executable, "-m", "harness", "bench", *chosen, *passed, *where]
 
 
-def take_over(source: Path, out: Path, shared: bool) -> tuple[int, int]:
-    """Adds the records under `source` to those under `out`. Returns how many rows were added and left out. On a GPU
-    that others `shared`, groups that ran out of memory are left out, since memory may suffice for them alone. So is a
-    torn last line."""
-    rows = left_out = 0
+def take_over(source: Path, out: Path, shared: bool) -> tuple[int, tuple[str, ...]]:
+    """Adds the records under `source`, of one kernel and mode, to those under `out`. Returns the number of rows added,
+    and the cases left out: on a GPU that others `shared`, those that ran out of memory, since it may suffice for them
+    alone. A torn last line is left out too."""
+    rows, left_out = 0, list[str]()
     for path in record.files(source):
         record.mend(path)
         lines = [json.loads(line) for line in path.open(encoding="utf-8")]
-        short = {_group(line) for line in lines if shared and line.get("status") == "oom"}
+        short = {_group(line): line["case"] for line in lines if shared and line.get("status") == "oom"}
         kept = [line for line in lines if _group(line) not in short]
         measured = _rows(kept)
-        rows, left_out = rows + measured, left_out + _rows(lines) - measured
+        rows += measured
+        left_out += short.values()
         if not measured:
             continue
         target = out / "records" / path.name
@@ -106,7 +109,7 @@ def take_over(source: Path, out: Path, shared: bool) -> tuple[int, int]:
         record.mend(target)
         with target.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
-    return rows, left_out
+    return rows, tuple(dict.fromkeys(left_out))
 
 
 def _rows(lines: Sequence[Mapping[str, Any]]) -> int:
@@ -120,12 +123,13 @@ def _group(line: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 @dataclass
 class Crew:
-    """Runs the tasks in processes. `start` begins one, given a task, a GPU's number, and a folder of its own."""
+    """Runs the tasks in processes. `start` begins one, given a task, a GPU's number, a folder of its own, and whether
+    other processes use the GPU."""
 
     waiting: list[Task]
     out: Path
     folder: Path
-    start: Callable[[Task, int, Path], subprocess.Popen[bytes]]
+    start: Callable[[Task, int, Path, bool], subprocess.Popen[bytes]]
     shared: bool  # whether several processes run on a GPU concurrently
     say: Callable[[str], object] = print
     failed: list[Task] = field(default_factory=list)
@@ -136,11 +140,15 @@ class Crew:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._over = False
         self._number, self._done, self._all = 0, 0, len(self.waiting)
+        self._alone: list[Task] = []  # tasks for a GPU that no other process uses
+        self._workers: Counter[int] = Counter()  # those of each GPU that have not run out of tasks
         self._kernels = {task.kernel for task in self.waiting}
 
     def work(self, gpus: int, each: int, seconds: float | None) -> bool:
-        """Runs the tasks, `each` concurrently on each GPU. Returns whether all completed. After `seconds`, or on a
-        KeyboardInterrupt, running tasks are interrupted, and keep the rows that they have."""
+        """Runs the tasks, `each` concurrently on each GPU, and then those that lacked memory, one at a time per GPU.
+        Returns whether all completed. After `seconds`, or on a KeyboardInterrupt, running tasks are interrupted, and
+        keep the rows that they have."""
+        self._workers = Counter(dict.fromkeys(range(gpus), each))
         workers = [threading.Thread(target=self._serve, args=(gpu,)) for _ in range(each) for gpu in range(gpus)]
         end = None if seconds is None else time.monotonic() + seconds
         for worker in workers:
@@ -163,15 +171,24 @@ class Crew:
         return self._done == self._all
 
     def _serve(self, gpu: int) -> None:
+        self._run(gpu, self.waiting, self.shared)
+        with self._lock:
+            self._workers[gpu] -= 1
+            last = not self._workers[gpu]
+        if last:
+            self._run(gpu, self._alone, shared=False)
+
+    def _run(self, gpu: int, tasks: list[Task], shared: bool) -> None:
+        """Runs one task after another, until there are no more or time is up."""
         while True:
             with self._lock:
-                if self._over or not self.waiting:
+                if self._over or not tasks:
                     return
-                task = self.waiting.pop(0)
+                task = tasks.pop(0)
                 self._number += 1
                 folder = self.folder / str(self._number)
                 folder.mkdir()
-                process = self.start(task, gpu, folder)
+                process = self.start(task, gpu, folder, shared)
                 self._running.add(process)
             begun = time.monotonic()
             code = process.wait()
@@ -180,8 +197,11 @@ class Crew:
                 self._done += code in (0, 1)
                 if code not in (0, INTERRUPTED) and not (self._over and code < 0):
                     self.failed.append(task)
-                rows, left_out = take_over(folder, self.out, self.shared)
-                said = f"{rows} rows" + (f", {left_out} left out for lack of memory" if left_out else "")
+                rows, left_out = take_over(folder, self.out, shared)
+                said = f"{rows} rows" + (f", {len(left_out)} cases again for lack of memory" if left_out else "")
+                if left_out:
+                    self._alone.append(Task(task.kernel, task.mode, left_out))
+                    self._all += 1
                 took = f"{time.monotonic() - begun:.0f} s"
                 self.say(
                     f"{self._done} of {self._all}: {task}: exit {code} after {took}, {said}, log in {folder / 'log'}"
@@ -221,10 +241,10 @@ def main(arguments: argparse.Namespace, selections: Sequence[Selection], out: Pa
     threads = max(1, (os.cpu_count() or 1) // (len(devices) * arguments.jobs))
     passed = [word for name in PASSED for word in _words(name, getattr(arguments, name))]
 
-    def start(task: Task, number: int, own: Path) -> subprocess.Popen[bytes]:
+    def start(task: Task, number: int, own: Path, shared: bool) -> subprocess.Popen[bytes]:
         compilers = {name: str(threads) for name in COMPILERS}
         environment = {**compilers, **os.environ, "CUDA_VISIBLE_DEVICES": devices[number]}
-        words = command(task, arguments.gpu, own, folder / f"turns-{number}", passed)
+        words = command(task, arguments.gpu, own, folder / f"turns-{number}" if shared else None, passed)
         with (own / "log").open("wb") as log:
             return subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
 

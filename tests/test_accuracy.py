@@ -264,12 +264,16 @@ class Attend(torch.autograd.Function):
         return (ds @ k).to(dout.dtype), (ds.t() @ q).to(dout.dtype), dv.to(dout.dtype)
 
 
+@pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("many", [False, True])
-def test_what_is_rounded_for_a_product_has_its_error_in_small_values_too(many, monkeypatch):
-    """The reference computes in fp32, so that its error is that of the last rounding, in proportion to each value."""
+def test_what_is_rounded_for_a_product_has_its_error_in_small_values_too(many, fits, monkeypatch):
+    """The reference computes in fp32, so that its error is that of the last rounding, in proportion to each value. All
+    of that holds too where fp64 does not fit in memory."""
     monkeypatch.setattr(oracle, "NOISE_ELEMENTS", 1000 if many else 10**8)
 
     def exact(q, k, v):
+        if q.dtype == torch.float64 and not fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         wide = torch.promote_types(q.dtype, torch.float32)
         return ((q.to(wide) @ k.to(wide).t()).softmax(-1) @ v.to(wide)).to(q.dtype)
 
@@ -288,6 +292,21 @@ def test_what_is_rounded_for_a_product_has_its_error_in_small_values_too(many, m
         small = results[index].abs() <= 1e-2 * results[index].abs().max()
         wrong = [*results[:index], torch.where(small, 0, results[index]), *results[index + 1 :]]
         assert truth.verdict(wrong, case, spec).reason.startswith(f"{name}: "), name
+
+
+def test_memory_that_runs_out_in_the_comparison_is_no_wrong_result(monkeypatch):
+    """A correct result that needs the second comparison, when memory for it is gone: the exception is passed on."""
+    monkeypatch.setattr(oracle, "NOISE_ELEMENTS", 10)
+
+    def gone(seed):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    spec = spec_of(cancel)
+    exact = torch.linspace(1, 2, 2000, dtype=torch.float64)
+    truth = Expected(("weights",), (exact,), (exact.float(),), gone)
+    assert truth.verdict([exact.float()], spec.cases[0], spec).ok
+    with pytest.raises(torch.OutOfMemoryError):
+        truth.verdict([exact.float() * (1 + 5e-5)], spec.cases[0], spec)
 
 
 def test_a_matrix_product_may_be_rounded_to_the_inputs_dtype():

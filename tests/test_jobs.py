@@ -93,14 +93,20 @@ def lines_of(task: Task) -> list[dict]:
 
 @pytest.fixture
 def crew(tmp_path):
-    """Of two tasks, whose last rows take so many seconds each."""
+    """Of two tasks, whose last rows take so many seconds each. `short`: the cases for which a shared GPU has too little
+    memory."""
 
-    def make(*seconds: float) -> Crew:
-        def start(task: Task, gpu: int, own: Path) -> subprocess.Popen[bytes]:
+    def make(*seconds: float, short: tuple[str, ...] = ()) -> Crew:
+        def start(task: Task, gpu: int, own: Path, shared: bool) -> subprocess.Popen[bytes]:
+            make.started.append((task, shared))
             (own / "records").mkdir()
             path = own / "records" / f"{task.kernel}.jsonl"
-            wait = seconds[waiting.index(task)]
-            words = [sys.executable, "-c", BENCH, str(path), str(wait), *task.cases, json.dumps(lines_of(task))]
+            wait = seconds[waiting.index(task)] if task in waiting else 0
+            lines = lines_of(task)
+            for line in lines:
+                if shared and line.get("case") in short:
+                    line |= {"status": "oom", "reason": "out of memory"}
+            words = [sys.executable, "-c", BENCH, str(path), str(wait), *task.cases, json.dumps(lines)]
             return subprocess.Popen(words)
 
         waiting = [Task("gelu", "fwd", ("a", "b")), Task("gelu", "bwd", ("a", "c"))][: len(seconds)]
@@ -109,7 +115,7 @@ def crew(tmp_path):
         return Crew(list(waiting), tmp_path / "out", tmp_path / "own", start, True, said.append)
 
     said: list[str] = []
-    make.said = said
+    make.said, make.started = said, []
     return make
 
 
@@ -123,6 +129,16 @@ def test_records_of_all_processes_are_kept(crew, tmp_path):
     assert measured(tmp_path) == {("a", "fwd"), ("b", "fwd"), ("a", "bwd"), ("c", "bwd")}
     assert [text.split(":")[0] for text in crew.said] == ["1 of 2", "2 of 2"]
     assert all("exit 0 after 0 s, 2 rows" in text for text in crew.said)
+
+
+def test_cases_that_lack_memory_are_repeated_alone_on_a_gpu(crew, tmp_path):
+    at_work = crew(0, 1, short=("b", "c"))
+    assert at_work.work(gpus=1, each=2, seconds=None) and not at_work.failed
+    assert measured(tmp_path) == {("a", "fwd"), ("b", "fwd"), ("a", "bwd"), ("c", "bwd")}
+    assert [shared for _, shared in crew.started] == [True, True, False, False]
+    assert [task for task, _ in crew.started[2:]] == [Task("gelu", "fwd", ("b",)), Task("gelu", "bwd", ("c",))]
+    assert "1 rows, 1 cases again for lack of memory" in crew.said[0]
+    assert [text.split(":")[0] for text in crew.said] == ["1 of 3", "2 of 4", "3 of 4", "4 of 4"]
 
 
 def test_finished_rows_are_kept_when_time_is_up(crew, tmp_path):
@@ -151,7 +167,7 @@ def test_a_process_that_fails_is_named_and_the_others_go_on(crew, tmp_path):
     at_work = crew(0, 0)
     start = at_work.start
     broken = [sys.executable, "-c", "raise SystemExit(3)"]
-    at_work.start = lambda task, gpu, own: subprocess.Popen(broken) if task.mode == "fwd" else start(task, gpu, own)
+    at_work.start = lambda task, *more: subprocess.Popen(broken) if task.mode == "fwd" else start(task, *more)
     assert not at_work.work(gpus=1, each=1, seconds=None)
     assert [task.mode for task in at_work.failed] == ["fwd"] and measured(tmp_path) == {("a", "bwd"), ("c", "bwd")}
 
@@ -160,7 +176,7 @@ def test_a_torn_line_is_left_out(tmp_path):
     (tmp_path / "own" / "records").mkdir(parents=True)
     lines = [json.dumps(line) for line in lines_of(Task("gelu", "fwd", ("a", "b")))]
     (tmp_path / "own" / "records" / "gelu.jsonl").write_text("\n".join([*lines[:-1], lines[-1][:30]]))
-    assert jobs.take_over(tmp_path / "own", tmp_path / "out", shared=True) == (1, 0)
+    assert jobs.take_over(tmp_path / "own", tmp_path / "out", shared=True) == (1, ())
     assert measured(tmp_path) == {("a", "fwd")}
 
 
@@ -172,7 +188,7 @@ def test_where_a_shared_gpu_has_too_little_memory_the_group_counts_as_not_measur
     lines = [start, rows[0], peer, rows[1]]
     (tmp_path / "own" / "records" / "gelu.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     taken = jobs.take_over(tmp_path / "own", tmp_path / "out", shared)
-    assert taken == ((1, 2) if shared else (3, 0)) and measured(tmp_path) == cases
+    assert taken == ((1, ("a",)) if shared else (3, ())) and measured(tmp_path) == cases
 
 
 @pytest.mark.parametrize(

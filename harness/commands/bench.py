@@ -517,6 +517,8 @@ class Group:
             self.done[name] = self._row(name, "crashed", str(error))
         except Exception as error:  # a peer may raise anything; its row reports it
             if execute.out_of_memory(error):
+                if self.session.turns.shared:  # the case will be repeated alone on the GPU
+                    raise torch.cuda.OutOfMemoryError(execute.first_line(error)) from None
                 self.done[name] = self._row(name, "oom", execute.first_line(error))
                 gc.collect()
                 torch.cuda.empty_cache()

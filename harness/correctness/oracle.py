@@ -102,7 +102,8 @@ class Expected:
         by operation, since its sum has one error for the whole row. With 10⁸ elements eager is not accurate by chance:
         then this applies to outputs with few elements, such as a loss, and for the others to the rule for small values,
         with one sample. A reference that computes in fp32 never rounds what a GEMM in 16 bits has to; it is that error
-        which does not become smaller with the value.
+        which does not become smaller with the value. A sample is computed in fp32 if fp64 does not fit in memory; if
+        that does not fit either, torch.OutOfMemoryError is raised, because without it a correct result may be rejected.
         """
 
         def judge(noise: Sequence[Tensors], bin_noise: Sequence[Tensors] = ()) -> Verdict:
@@ -114,9 +115,7 @@ class Expected:
             return verdict
         if sum(t.numel() for t in self.oracle) <= NOISE_ELEMENTS:
             return judge([self.perturbed(seed) for seed in range(NOISE_SAMPLES)])
-        first = _unless_out_of_memory(lambda: self.perturbed(0))
-        if first is None:
-            return verdict
+        first = self.perturbed(0)
         few = [t.numel() <= FEW_ELEMENTS for t in self.oracle]
 
         def sample(seed: int) -> Tensors:
@@ -149,19 +148,17 @@ def expected(
         outputs, grads = call(spec, spec.reference, wide, wide_grads, wrt)
         return (*outputs, *grads)[skip:]
 
-    def perturbed(seed: int) -> Tensors:
-        with _Perturb(seed, _coarsest(inputs.values()), spec.product_error(inputs)):
-            return upcast_call(torch.float64)
-
     def perturbed_in_fp32(seed: int) -> Tensors:
-        if not spec.product_error(inputs):
-            return eager
         with _Perturb(seed, _coarsest(inputs.values()), spec.product_error(inputs), NARROW):
             return upcast_call(torch.float32)
 
+    def perturbed(seed: int) -> Tensors:
+        with _Perturb(seed, _coarsest(inputs.values()), spec.product_error(inputs)):
+            wide = _unless_out_of_memory(lambda: upcast_call(torch.float64))
+        return perturbed_in_fp32(seed) if wide is None else wide
+
     oracle = _unless_out_of_memory(lambda: upcast_call(torch.float64))
     if oracle is None:
-        torch.cuda.empty_cache()
         return Expected(names[skip:], upcast_call(torch.float32), eager, perturbed_in_fp32)
     return Expected(names[skip:], oracle, eager, perturbed)
 
@@ -261,13 +258,15 @@ def _finite(names: Sequence[str], results: Sequence[torch.Tensor]) -> Verdict:
 
 
 def _unless_out_of_memory(compute: Callable[[], Tensors]) -> Tensors | None:
-    """None if memory runs out. By then the exception, which would keep its frames' tensors alive, is gone."""
+    """None if memory runs out, in which case PyTorch's cache is emptied. By then the exception, which would keep its
+    frames' tensors alive, is gone."""
     try:
         return compute()
     except RuntimeError as error:
         if not execute.out_of_memory(error):
             raise
-        return None
+    torch.cuda.empty_cache()
+    return None
 
 
 def _coarsest(values: Iterable[Any]) -> torch.dtype:
@@ -322,5 +321,6 @@ class _Perturb(TorchDispatchMode):
         generator = self._generators[tensor.device]
         shape = () if self._seed % 2 and not each else tensor.shape
         wide = torch.promote_types(tensor.dtype, torch.float32)
-        noise = torch.rand(shape, dtype=wide, device=tensor.device, generator=generator)
-        return (tensor * (1 + amount * (2 * noise - 1))).to(tensor.dtype)
+        factor = torch.rand(shape, dtype=wide, device=tensor.device, generator=generator)
+        factor.mul_(2).sub_(1).mul_(amount).add_(1)  # in place: these tensors may be the largest
+        return (tensor * factor).to(tensor.dtype)
