@@ -157,10 +157,24 @@ def _of_bytes(op: Op) -> Op:
 
     def run(a, b, scale_a=None, scale_b=None, formats=None, scaling=None, **options):
         if scaling is not None:
+            _check_fit(a, b, options.get("bias"))
             return op(*_quantised(a, b, scaling), **options)
         return op(a.view(formats[0]), b.view(formats[1]), scale_a, scale_b, **options)
 
     return run
+
+
+def _check_fit(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Rejects operands that do not fit each other, which the op would do after their quantisation was launched."""
+    for name, tensor in (("b", b), ("bias", bias)):
+        if tensor is not None and tensor.device != a.device:
+            raise ValueError(f"{name} must be on a's device {a.device}, got {tensor.device}")
+    for name, tensor in (("a", a), ("b", b), ("bias", bias)):
+        if tensor is not None and not tensor.is_floating_point():
+            raise TypeError(f"{name} must be of a floating-point dtype, got {tensor.dtype}")
+    if a.shape[-1] != b.shape[-1] or (bias is not None and bias.shape != b.shape[:1]):
+        shapes = [None if t is None else tuple(t.shape) for t in (a, b, bias)]
+        raise ValueError(f"a [M, K], b [N, K] and bias [N] do not fit each other: {shapes}")
 
 
 @functools.cache
