@@ -12,7 +12,7 @@ import pytest
 
 from harness import options, registry
 from harness.commands import mutate
-from harness.mutation import cuda_tokens, mutants, operators, plain, report, results
+from harness.mutation import cuda_tokens, mutants, near, operators, plain, report, results
 
 SOURCE = '''
 """Says what it is: 1 + 2."""
@@ -256,7 +256,7 @@ def test_a_quick_run_does_not_try_again_what_all_checks_let_pass(tmp_path, monke
     results.path("one", tmp_path).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def left(quick):
-        arguments = argparse.Namespace(out=tmp_path, quick=quick, seed=0, again=False, most=None)
+        arguments = argparse.Namespace(out=tmp_path, quick=quick, seed=0, again=False, near=False, most=None)
         return mutate._left("one", every, every, "gpu", arguments)
 
     assert left(quick=True) == []
@@ -265,8 +265,12 @@ def test_a_quick_run_does_not_try_again_what_all_checks_let_pass(tmp_path, monke
 
 def test_no_more_are_run_than_asked_for(tmp_path, monkeypatch):
     every = python_mutants(SOURCE, tmp_path, monkeypatch)
-    arguments = argparse.Namespace(out=tmp_path, quick=False, seed=0, again=False, most=7)
-    assert mutate._left("one", every, every, "gpu", arguments) == mutants.order(every, 0)[:7]
+    arguments = argparse.Namespace(out=tmp_path, quick=False, seed=0, again=False, near=False, most=7)
+    first = mutants.order(every, 0)[:7]
+    assert mutate._left("one", every, every, "gpu", arguments) == first
+    near.store("one", {first[0].key: [["cuda", "case"]], first[1].key: []}, every, tmp_path)
+    arguments.near = True  # without those that no case executes, in whose place no others are taken
+    assert mutate._left("one", every, every, "gpu", arguments) == [first[0], *first[2:]]
 
 
 def test_results_of_another_machine_are_added(tmp_path, monkeypatch, capsys):

@@ -442,6 +442,6 @@ def test_gpus_are_shared_among_the_workers(tmp_path, monkeypatch):
 
 def test_on_a_gpu_nothing_is_interpreted(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    there, here = team._environment("cuda", tmp_path), team._environment("cpu", tmp_path)
+    there, here = team.environment("cuda", tmp_path), team.environment("cpu", tmp_path)
     assert "TRITON_INTERPRET" not in there and there["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
     assert here["TRITON_INTERPRET"] == "1" and here["CUDA_VISIBLE_DEVICES"] == ""

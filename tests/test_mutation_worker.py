@@ -215,10 +215,16 @@ def test_how_long_a_check_may_take(task, name, expected):
 
 
 def test_the_checks_of_the_cases_that_launch_what_changed():
-    names = {ACCURACY: ("triton", "case"), "other": ("cuda", "case"), "third": ("cuda", "large")}
+    """All checks of the first such case that exists, a few of the others, and all of all cases if there is none."""
+    names = {ACCURACY: ("triton", "case", "accuracy")}
+    names |= {
+        f"{case}-{check}": ("cuda", case, check) for case in ("small", "large") for check in ("accuracy", "opcheck")
+    }
     assert selection.of_cases({}, names) == list(names)
-    assert selection.of_cases({"cases": [["cuda", "case"], ["cuda", "gone"]]}, names) == ["other"]
-    assert selection.of_cases({"cases": [["auto", "case"]]}, names) == list(names)
+    both = [["cuda", "gone"], ["cuda", "large"], ["cuda", "small"]]
+    assert selection.of_cases({"cases": both}, names) == ["small-accuracy", "large-accuracy", "large-opcheck"]
+    assert selection.of_cases({"cases": both[-1:]}, names) == ["small-accuracy", "small-opcheck"]
+    assert selection.of_cases({"cases": [["auto", "small"]]}, names) == list(names)
 
 
 def test_which_checks_are_made_and_which_come_first():
@@ -236,8 +242,10 @@ def test_which_checks_are_made_and_which_come_first():
 
 def test_what_reaches_cuda_comes_first_for_its_mutants():
     names = ("triton", "auto", "cuda")
-    assert sorted(names, key=lambda name: selection.unlikely(CUDA_TASK, name)) == ["cuda", "auto", "triton"]
-    assert {selection.unlikely({"file": "op.py"}, name) for name in names} == {1.0}
+    assert sorted(names, key=lambda n: selection.unlikely(CUDA_TASK, n, "strides")) == ["cuda", "auto", "triton"]
+    assert {selection.unlikely({"file": "op.py"}, name, "accuracy") for name in names} == {1.0}
+    near = {**CUDA_TASK, "cases": [["auto", "case"]]}
+    assert selection.unlikely(near, "auto", "accuracy") < selection.unlikely(near, "cuda", "strides")
 
 
 def test_the_checks_of_a_kernel_on_a_gpu():

@@ -43,7 +43,6 @@ class Check:
     them to CPU_DIM. `any_dtype`: on a CPU, where the check takes seconds, one dtype represents all; on a GPU each dtype
     is checked. `both`: forward and backward are checked separately; otherwise only the fullest mode is, in which the
     outputs are checked together with the gradients. `device`: "cuda" if the check needs a GPU.
-    are checked together with the gradients. `device`: "cuda" where it needs a GPU.
     """
 
     function: Callable[[Subject, str], Verdict | None]

@@ -5,9 +5,9 @@ runs again only if its function changed, or if it survived, is not declared equi
 alternate, each with its mutants in an order drawn from the seed, so that equally many are known of each when time is
 up. A result is written when its mutant ends; --minutes includes start-up, and ends a run cleanly.
 `--machine-code` determines, without a GPU, which mutants of CUDA C++ do not compile or compile to the same machine
-code: no run on a GPU then spends time on them. For the others it finds cases that launch changed code, and `--near`
-checks only these. `--merge` adds the results of another machine. `--report` writes
-reports/faults.md.
+code: no run on a GPU then spends time on them. `--coverage` measures on a GPU which cases execute the statement that a
+mutant changes, and `--near` checks only a few of these. `--merge` adds the results of another machine. `--report`
+writes reports/faults.md.
 """
 
 from __future__ import annotations
@@ -53,12 +53,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "so many checks of a quick run as take the original S seconds, the cheapest of each kind first (default: all)"
     )
     parser.add_argument("--check-seconds", type=float, metavar="S", help=some)
-    near_help = "of a mutant of CUDA C++ only the checks of cases that --machine-code found near (needs --quick)"
+    near_help = (
+        "of a mutant of CUDA C++ only checks of a few cases that execute it, as found by --coverage (needs --quick)"
+    )
     parser.add_argument("--near", action="store_true", help=near_help)
     pattern = "only mutants of files of the folder that this matches, as *.cu*"
     parser.add_argument("--file", action="append", metavar="PATTERN", help=pattern)
     compiled = "compile mutants of CUDA C++ and run none (needs NVRTC)"
     parser.add_argument("--machine-code", action="store_true", help=compiled)
+    covered = "find the cases that execute each mutant of CUDA C++, on GPUs, and run no mutant"
+    parser.add_argument("--coverage", action="store_true", help=covered)
     parser.add_argument("--again", action="store_true", help="run all survivors again, and nothing else")
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
     parser.add_argument(
@@ -79,6 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "near",
         "file",
         "machine_code",
+        "coverage",
         "again",
         "list",
     )
@@ -102,9 +107,13 @@ def main(arguments: argparse.Namespace) -> int:
         print(target)
         return 0
     if arguments.machine_code:
-        unused = ("device", "devices", "jobs", "quick", "check_seconds", "near", "again", "list")
+        unused = ("device", "devices", "jobs", "quick", "check_seconds", "near", "coverage", "again", "list")
         options.refuse(arguments, arguments.unused_by_report, "--machine-code", *unused)
         return _machine_code(names, arguments)
+    if arguments.coverage:
+        unused = ("device", "seed", "most", "quick", "check_seconds", "near", "file", "again", "list")
+        options.refuse(arguments, arguments.unused_by_report, "--coverage", *unused)
+        return _coverage(names, end, arguments)
     if arguments.check_seconds is not None and not arguments.quick:
         raise ValueError("--check-seconds needs --quick: what it leaves out is no result of all checks")
     if arguments.near and (not arguments.quick or arguments.check_seconds is not None):
@@ -230,11 +239,37 @@ def _machine_code(names: Sequence[str], arguments: argparse.Namespace) -> int:
                     line = results.line(mutant, ON_GPU, results.digest_of_source(name, mutant.file), judged.answer)
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 else:
-                    nearby[mutant.key] = [list(launcher) for launcher in judged.near]
+                    nearby.setdefault(mutant.key, [list(launcher) for launcher in judged.near])
         near.store(name, nearby, every, arguments.out)
         results.tidy(name, every, arguments.out)
         print(f"{name}: " + (", ".join(f"{n} {status}" for status, n in counts.most_common()) or "none"), flush=True)
     return 0
+
+
+def _coverage(names: Sequence[str], end: float, arguments: argparse.Namespace) -> int:
+    """Finds near cases by execution, for the kernels that are measured in time. 1 if some are not."""
+    from ..mutation import coverage
+
+    if not _has_gpu():
+        raise RuntimeError("--coverage needs a GPU")
+    places = {name: own for name in names if (own := coverage.places_of(name))}
+    gpus = arguments.devices or options.visible_gpus()
+    jobs = arguments.jobs or min(os.cpu_count() or 1, JOBS_ON_GPU * len(gpus))
+    measurement = coverage.Measurement(list(places), end, lambda text: print(text, flush=True))
+    measurement.run(gpus, jobs)
+    for name, own in places.items():
+        if measurement.missing[name]:
+            print(f"{name}: not measured completely, so its near cases stay as they were")
+            continue
+        every, executed = mutants.of_kernel(name), measurement.by_mark(name)
+        found = coverage.near(own, every, executed)
+        near.store(name, {**near.load(name, arguments.out), **found}, every, arguments.out)
+        none = sum(not launchers for launchers in found.values())
+        print(
+            f"{name}: {len(executed)} of {sum(map(len, own.values()))} marks were executed; "
+            f"{none} of {len(found)} mutants are where no {coverage.CHECK} check executes"
+        )
+    return 1 if any(measurement.missing[name] for name in places) else 0
 
 
 def _left(
@@ -253,7 +288,8 @@ def _left(
     retried = sum(mutant.key in known for mutant in left)
     if arguments.most is not None:
         left = left[: retried + max(0, arguments.most - len(known))]
-    return left
+    nearby = near.load(kernel, arguments.out) if arguments.near else {}
+    return [mutant for mutant in left if nearby.get(mutant.key) != []]  # no check of a near run executes the others
 
 
 def _to_run(

@@ -37,15 +37,21 @@ def enter(root: Path) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(root / "inductor")
 
 
-@contextlib.contextmanager
-def with_mutant(task: Mapping[str, Any]) -> Iterator[str]:
-    """Context in which the file of a task has the mutant's text; yields the original's. The mutant's own cache is
-    deleted afterwards."""
-    folder = registry.folder(task["kernel"])
+def copied(kernel: str) -> Path:
+    """The kernel's folder in this checkout, as a copy that may be changed."""
+    folder = registry.folder(kernel)
     if folder.is_symlink():
         source = folder.resolve()
         folder.unlink()
         shutil.copytree(source, folder, ignore=_LEFT_OUT)
+    return folder
+
+
+@contextlib.contextmanager
+def with_mutant(task: Mapping[str, Any]) -> Iterator[str]:
+    """Context in which the file of a task has the mutant's text; yields the original's. The mutant's own cache is
+    deleted afterwards."""
+    folder = copied(task["kernel"])
     original = (folder / task["file"]).read_bytes().decode()
     write(task, task["source"])
     try:

@@ -45,7 +45,7 @@ def make(task: Mapping[str, Any], report: TextIO) -> bool:
         compilers.watch(registry.package(task["kernel"]), clock, report)
     items = {item.name: item for item in check.plan(spec, device, [c for c in spec.cases if not c.bench])}
     wanted = [name for name, item in items.items() if item.skip is None and is_wanted(task, name, item.check)]
-    wanted = of_cases(task, {name: (items[name].implementation, items[name].case.name) for name in wanted})
+    wanted = of_cases(task, {name: _kind(items[name]) for name in wanted})
     if task.get("list"):
         chosen = [(name, items[name]) for name in wanted]
         say(report, checks=[(name, (i.implementation, i.case.name, i.mode, i.check)) for name, i in chosen])
@@ -54,6 +54,10 @@ def make(task: Mapping[str, Any], report: TextIO) -> bool:
     if _has_tests(task) and not (failed and task.get("file")):
         kernel_tests.make(task, clock, report)
     return _is_fit(failed or (skipped if task.get("file") else []), items, task, clock, report)
+
+
+def _kind(item: Any) -> tuple[str, str, str]:
+    return item.implementation, item.case.name, item.check
 
 
 def _bound_memory() -> None:
@@ -82,7 +86,9 @@ def _make_checks(
     ]
 
     def order(name: str) -> float:
-        return place(task, name) * (unlikely(task, items[name].implementation) if name in items else 1.0)
+        return place(task, name) * (
+            unlikely(task, items[name].implementation, items[name].check) if name in items else 1.0
+        )
 
     for name in sorted((*wanted, *(n for n in known if n not in items)), key=order):
         status = _make_check(items.get(name), name, task, clock, report)

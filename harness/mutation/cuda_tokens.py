@@ -30,7 +30,7 @@ Found = tuple[int, int, str, str]
 
 _ASM = r'\basm\b(?:\s*volatile)?\s*\((?:"(?:\\.|[^"\\])*"|[^()"]|\((?:[^()"]|"(?:\\.|[^"\\])*"|\([^()]*\))*\))*\)'
 # Text that is blanked before the search.
-_SKIPPED = re.compile(
+SKIPPED = re.compile(
     r"//[^\n]*|/\*.*?\*/|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*|" + _ASM + r"|"
     r'"(?:\\.|[^"\\])*"|\bstatic_assert\s*\([^;]*;|\btemplate\s*<[^>]*>',
     re.DOTALL | re.MULTILINE,
@@ -38,7 +38,7 @@ _SKIPPED = re.compile(
 # The same, but inline PTX is kept, and therefore all strings.
 _SKIPPED_BUT_PTX = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _TEMPLATE = re.compile(r"(?m)^template\s*<[^>]*>")
-_DIRECTIVE = re.compile(r"(?m)^[ \t]*#[ \t]*(?P<directive>ifdef|ifndef|if|elif|else|endif)\b")
+DIRECTIVE = re.compile(r"(?m)^[ \t]*#[ \t]*(?P<directive>ifdef|ifndef|if|elif|else|endif)\b")
 _BINARY = {
     "+=": ("-=",),
     "-=": ("+=",),
@@ -79,7 +79,7 @@ _ASSIGNMENT = re.compile(
     _BEGIN + r"(?P<all>[A-Za-z_]\w*(?:\[[^\[\];{}=]*\]|\.\w+|->\w+)* (?:[-+*/%|&^]|<<|>>)?= [^;{}]*;)"
 )
 _PTX = re.compile(_ASM + r"\s*;")
-_CONDITION = re.compile(r"\bif(?: constexpr)? \((?P<test>[^;{}]*?)\)(?= [\w{*])")
+CONDITION = re.compile(r"\bif(?: constexpr)? \((?P<test>[^;{}]*?)\)(?= [\w{*])")
 _SYNCHRONISES = re.compile(r"fence|wait|sync|arrive|barrier|commit|^bar_|release|expect|^pin$")
 _PTX_SYNCHRONISES = re.compile(r'[^"]*"(?:fence|bar\.|barrier\.|membar|mbarrier\.arrive|\S*\.(?:commit|wait)_group)')
 _PENDING = re.compile(r"\b\w*wait\w*<(\d+)>\(")
@@ -110,7 +110,7 @@ def functions(source: str) -> dict[str, str]:
 
 
 def _blanked(source: str) -> str:
-    return _SKIPPED.sub(_as_spaces, source)
+    return SKIPPED.sub(_as_spaces, source)
 
 
 def _as_spaces(found: re.Match[str]) -> str:
@@ -123,7 +123,7 @@ def _spans(source: str, blank: str) -> Iterator[tuple[int, int, str]]:
     for found in _TEMPLATE.finditer(source):  # belongs to the declaration that follows
         text[found.start() : found.end()] = "_" * (found.end() - found.start())
     marked = "".join(text)
-    tokens = sorted((*re.finditer(r"[{};]", marked), *_DIRECTIVE.finditer(source)), key=lambda found: found.start())
+    tokens = sorted((*re.finditer(r"[{};]", marked), *DIRECTIVE.finditer(source)), key=lambda found: found.start())
     depth, before, begin, head, name = 0, [0], 0, 0, ""
     for token in tokens:
         if directive := token.groupdict().get("directive"):
@@ -181,7 +181,7 @@ def _found(source: str, blank: str) -> Iterator[Found]:
     for found in _PTX.finditer(_SKIPPED_BUT_PTX.sub(_as_spaces, source)):
         if _PTX_SYNCHRONISES.match(found[0]):
             yield (*found.span(), SYNCHRONISATION, _nothing(found[0]))
-    for found in _CONDITION.finditer(blank):
+    for found in CONDITION.finditer(blank):
         yield from ((*found.span("test"), "condition", value) for value in ("true", "false"))
     yield from _ternaries(blank)
 

@@ -6,8 +6,6 @@ it; or which cases launch a variant that it does change (`near`).
 from __future__ import annotations
 
 import hashlib
-import itertools
-import math
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,14 +22,13 @@ from ..compiling import launches, nvrtc
 from ..spec import Case, KernelSpec
 from . import results
 from .mutants import Mutant
-from .near import Launcher
+from .near import Launcher, few, size
 
 CAPABILITY = (9, 0)
 ARCHITECTURE = "sm_90a"
 
 DIFFERENT = 2  # number of variants with different machine code after which `judge` stops
 MORE = 3  # maximum number of variants that it compiles after the first of these
-PAIRS = 3  # number of launchers that it names
 
 #: Source file, by its path in the kernel's folder → defines → its launchers among the checked cases.
 Variants = Mapping[str, Mapping[tuple[str, ...], Sequence[Launcher]]]
@@ -60,7 +57,7 @@ def variants(spec: KernelSpec) -> Variants:
         return b""
 
     with mock.patch.object(nvrtc, "compiled", note):
-        for case in sorted(spec.cases, key=_size):
+        for case in sorted(spec.cases, key=size):
             if not execute.unfit(case, CAPABILITY):
                 for name in spec.implementations:
                     now[:] = [] if case.bench else [(name, case.name)]
@@ -68,10 +65,6 @@ def variants(spec: KernelSpec) -> Variants:
                         if not spec.skip_reason(name, case, mode):
                             _launch(spec, name, case, mode)
     return found
-
-
-def _size(case: Case) -> int:
-    return math.prod(value for value in case.dims.values() if value)
 
 
 def _launch(spec: KernelSpec, name: str, case: Case, mode: str) -> None:
@@ -111,15 +104,7 @@ def judge(mutant: Mutant, known: Variants) -> Judged:
             return Judged(_answer(results.INVALID, " ".join(str(error).split())[:300]))
     if pairs and not different:
         return Judged(_answer(results.SAME, f"the same machine code in all {len(pairs)} variants"))
-    return Judged(None, _few([known[file][defines] for file, defines in different]))
-
-
-def _few(launchers: Sequence[Sequence[Launcher]]) -> tuple[Launcher, ...]:
-    """PAIRS launchers in total, taken from the variants in turn: of each first the largest case, which is the most
-    likely to fail, then from the smallest on."""
-    ordered = [[*own[-1:], *own[:-1]] for own in launchers]
-    turns = dict.fromkeys(launcher for turn in itertools.zip_longest(*ordered) for launcher in turn if launcher)
-    return tuple(turns)[:PAIRS]
+    return Judged(None, few([known[file][defines] for file, defines in different]))
 
 
 def _answer(status: str, reason: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 from .mutants import is_cuda
 
 SLOW_CHECKS = ("opcheck", "compile")  # omitted in a quick run, as are the tests
+ALWAYS = ("accuracy", "replay")  # which reject nearly all mutants of CUDA C++ that are rejected
 PIECE = 24  # checks of an original that one process makes
 
 
@@ -26,10 +27,13 @@ def is_wanted(task: Mapping[str, Any], name: str, check: str = "") -> bool:
     return name not in task.get("without", ()) and (not task.get("only") or name in task["only"])
 
 
-def of_cases(task: Mapping[str, Any], names: Mapping[str, tuple[str, str]]) -> list[str]:
-    """The checks, given the implementation and the case of each, that are of the task's cases; all if none is."""
-    cases = [tuple(pair) for pair in task.get("cases", ())]
-    return [name for name, own in names.items() if own in cases] or list(names)
+def of_cases(task: Mapping[str, Any], names: Mapping[str, tuple[str, str, str]]) -> list[str]:
+    """The checks, given the implementation, the case and the check of each, that are of the task's cases: all of the
+    first case, and ALWAYS of the others; all checks of all cases if the task names none that exists."""
+    cases = {tuple(pair): place for place, pair in enumerate(task.get("cases", ()))}
+    found = {name: cases[own[:2]] for name, own in names.items() if own[:2] in cases}
+    first = min(found.values(), default=0)
+    return [name for name, place in found.items() if place == first or names[name][2] in ALWAYS] or list(names)
 
 
 def place(task: Mapping[str, Any], name: str) -> float:
@@ -37,11 +41,14 @@ def place(task: Mapping[str, Any], name: str) -> float:
     return (0.02 + task.get("seconds", {}).get(name, 1.0)) / (1 + task.get("weights", {}).get(name, 0))
 
 
-def unlikely(task: Mapping[str, Any], implementation: str) -> float:
-    """Factor above 1 for an implementation that hardly uses the file, below 1 for one that does. Triton implementations
+def unlikely(task: Mapping[str, Any], implementation: str, check: str) -> float:
+    """Factor on `place`: below 1 for the accuracy check of a near case, which executes what the mutant changes. Else
+    above 1 for an implementation that hardly uses the file, below 1 for one that does. Triton implementations
     never use CUDA C++, "auto" does for some shapes, and one named after it does for everything that it supports."""
     if not is_cuda(task.get("file")):
         return 1.0
+    if task.get("cases") and check == "accuracy":
+        return 0.01
     return 10.0 if implementation.startswith("triton") else 1.0 if implementation == "auto" else 0.1
 
 

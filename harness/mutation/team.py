@@ -84,7 +84,7 @@ class Team:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "harness.mutation.worker"],
             cwd=registry.ROOT,
-            env=_environment(device, scratch),
+            env=environment(device, scratch),
             stdin=subprocess.PIPE,
             pass_fds=theirs,
         )
@@ -107,7 +107,7 @@ class Team:
             self._process.wait()
 
 
-def _environment(device: str, scratch: Path) -> dict[str, str]:
+def environment(device: str, scratch: Path) -> dict[str, str]:
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     # Without this, querying for a GPU before the fork would start CUDA, which the forked process could not use.
     environment |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
