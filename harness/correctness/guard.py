@@ -27,11 +27,12 @@ from .accuracy import Verdict, same_bits
 from .layouts import PAD, POISON, view
 
 Run = Callable[[], Sequence[torch.Tensor]]
-# How long the GPU is delayed before a call, so that the host can enqueue all of it: 20 ms at 2 GHz, and half a second
-# in a second attempt if the host took more than half of the 20 ms. The gate of `measure.driver` is not suitable here: a
-# stream that waits for a word in memory may block others that share its hardware queue, and so hide that they are not
-# ordered after it.
+# How long the GPU is delayed before a call, so that the host can enqueue all of it: 20 ms at 2 GHz. If the host took
+# more than half of that, a second attempt has MARGIN times what it took, at most half a second. The gate of
+# `measure.driver` is not suitable here: a stream that waits for a word in memory may block others that share its
+# hardware queue, and so hide that they are not ordered after it.
 DELAY_CYCLES = (40_000_000, 1_000_000_000)
+MARGIN = 8
 CYCLES_PER_SECOND = 2e9
 END = 4096  # elements
 
@@ -257,7 +258,7 @@ def observe(run: Run, prepare: Callable[[], None] = lambda: None) -> Observed:
         return observed
     # The correct result is in memory by now. It is kept alive: otherwise the next call could be given the same memory,
     # and would be correct before it has begun.
-    return _behind_a_delay(run, prepare, long)[0]
+    return _behind_a_delay(run, prepare, min(long, int(MARGIN * seconds * CYCLES_PER_SECOND)))[0]
 
 
 def _behind_a_delay(run: Run, prepare: Callable[[], None], cycles: int) -> tuple[Observed, float]:
