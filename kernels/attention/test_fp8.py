@@ -79,3 +79,28 @@ def test_equal_keys_give_the_mean_of_their_values(dim):
         found = out[b, h].double().cpu()
         assert torch.equal(found[0], values[0])
         torch.testing.assert_close(found, means, rtol=2**-8, atol=2e-3)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_maxima_that_rise_after_a_section(dim, return_lse):
+    """Where a maximum rises, the totals of earlier sections and their row sums shrink by 2^-4: in the second section,
+    and once more in it or in the third, before either is added to the totals. Scores are whole numbers to base 2, so
+    that rounding changes all probabilities by the same factor."""
+    q, k, v = (normal(1, heads, rows, dim, dtype=torch.bfloat16) for heads, rows in ((4, 70), (2, 2600), (2, 2600)))
+    key = torch.arange(2600, device=v.device)  # the main loop goes from the last to the first
+    level = 4 * ((key < 1700).int() + (key < 900).int())
+    q[:], k[:] = 0, 0
+    q[..., 0], k[..., 0], v[:] = 1, level, v + 2
+    found = attention(q, k, v, scale=math.log(2), fp8=True, return_lse=return_lse)
+    out, lse = found if return_lse else (found, None)
+    weights = torch.exp2(level.double().cpu())
+    rows = 1024 if dim == 64 else 768
+    for h in range(4):
+        bits, scales = e4m3(v[0, h // 2].cpu(), rows)
+        values = bits.view(torch.float8_e4m3fn).double() * scales.repeat_interleave(rows)[:2600, None]
+        wanted = (weights / weights.sum()) @ values
+        torch.testing.assert_close(out[0, h].double().cpu(), wanted.expand(70, dim), rtol=2**-6, atol=0)
+    if lse is not None:
+        torch.testing.assert_close(lse, torch.full_like(lse, weights.sum().log().item()), rtol=1e-5, atol=1e-4)

@@ -224,7 +224,7 @@ def test_every_configuration(config, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("kind", ["rising", "falling", "negative", "infinite", "not a number"])
+@pytest.mark.parametrize("kind", ["rising", "falling", "in one column", "negative", "infinite", "not a number"])
 def test_scores_that_a_kept_maximum_could_get_wrong(kind, dim, block):
     """The kernel keeps a maximum while no score exceeds it by much, and computes it with integer comparisons. NaN must
     appear in the right places."""
@@ -233,6 +233,10 @@ def test_scores_that_a_kept_maximum_could_get_wrong(kind, dim, block):
     ramp = torch.linspace(-30, 30, k.shape[2], device=DEVICE).to(k.dtype)[:, None]
     if kind in ("rising", "falling"):
         q[..., :1], k[..., :1] = 20, ramp if kind == "rising" else -ramp
+    elif kind == "in one column":  # of 16, another one in each head; probabilities overflow if it is overlooked
+        q[..., 0], k[..., 0] = 64, 0
+        for head in range(24):
+            k[head // 8, head % 8, head % 16 :: 16, :1] = -ramp[head % 16 :: 16]
     elif kind == "negative":
         q[..., 0], k[..., 0] = 8, -60
     else:

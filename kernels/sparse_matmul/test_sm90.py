@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from harness.compiling import nvrtc, sass
+from harness.correctness import unmapped
 
 from . import compress, configs, prune, sparse_matmul
 from .activation import ACTIVATIONS
@@ -175,6 +176,17 @@ def test_bias_activation_and_gradients(compiler, activation) -> None:
     dy = torch.randn_like(ours)
     for a, b in zip(*(torch.autograd.grad(y, wanted, dy) for y in (ours, portable)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * float(b.abs().max()))
+
+
+@pytest.mark.gpu(min_capability=HOPPER)
+@pytest.mark.parametrize("n", [264, 272])
+def test_no_bias_is_read_past_the_last(compiler, n: int) -> None:
+    """The bias ends where mapped memory does, so that a read behind it is a fault of the GPU. Of a thread's two rows of
+    w, the second is the first that does not exist with 264, the first one with 272."""
+    x, compressed = problem(300, n, 400, torch.bfloat16, "cuda")
+    bias = unmapped.place("bias", torch.randn(n, device="cuda", dtype=torch.bfloat16), "end")
+    agrees(x, compressed, bias)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu(min_capability=HOPPER)
