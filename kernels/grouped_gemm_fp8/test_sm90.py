@@ -273,7 +273,9 @@ def test_more_tiles_than_sms(
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
-def test_what_is_nan_stays_in_its_group(compiler) -> None:
+@TILES
+def test_what_is_nan_stays_in_its_group(compiler, monkeypatch, block_n: int, turns: int, stages: int) -> None:
+    put_in_place(monkeypatch, block_n, turns, stages, cluster=2)
     x, weights, *rest = forward([200, 460, 700], ROWS, 272, 400)
     want = grouped_gemm_fp8(x, weights, *rest, backend="cuda")
     x.view(torch.uint8)[200:460], x.view(torch.uint8)[700:] = 0x7F, 0xFF

@@ -174,7 +174,7 @@ DEVICE void cut_row(u32 operand, int row, int first, int end) {
 // same bytes to b, so that one may already execute wgmmas while the other still writes.
 DEVICE void cut_step(u32 step, int first, int end, int consumer) {
     const int thread = threadIdx.x % 128;
-    cut_row(step + A_BYTES, thread, first, end);
+    for (int row = thread; row < BLOCK_N; row += 128) cut_row(step + A_BYTES, row, first, end);
     if (thread < ROWS) cut_row(step, consumer * ROWS + thread, first, end);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     warpgroup_sync(1 + consumer);
