@@ -40,15 +40,31 @@ def pick_config(rows: int, width: int) -> Config:
     return Config(block_r=16, block_d=min(128, triton.next_power_of_2(width)), parts=128)
 
 
-def takes(first: torch.nn.Linear, second: torch.nn.Linear, x_context: torch.Tensor, *others: torch.Tensor) -> bool:
+def takes(
+    first: torch.nn.Linear,
+    second: torch.nn.Linear,
+    x_context: torch.Tensor,
+    y_context: torch.Tensor,
+    x_target: torch.Tensor,
+) -> bool:
     """Whether `embedded` supports this call: eager, plain tensors on a GPU or in Triton's interpreter, points in fp32
-    without a gradient, no autocast."""
-    points = (x_context, *others)
-    plain = lean(x_context, *others, first.weight, first.bias, second.weight, second.bias)
+    without a gradient, no autocast, at least one point, and sizes that agree. PyTorch raises an error for others."""
+    points = (x_context, y_context, x_target)
+    plain = lean(*points, first.weight, first.bias, second.weight, second.bias)
     alike = all(t.device == first.weight.device and t.dtype == torch.float32 for t in points)
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in points)
     runs = x_context.is_cuda or triton.knobs.runtime.interpret
-    return plain and runs and alike and not differentiated and not torch.is_autocast_enabled(x_context.device.type)
+    fused = plain and runs and alike and not differentiated and not torch.is_autocast_enabled(x_context.device.type)
+    return fused and _agree(first.weight.shape[1] - 2, *points)
+
+
+def _agree(columns: int, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor) -> bool:
+    """Whether there is a point, and the sizes are those of [B, M, columns], [B, M] and [B, N, columns]."""
+    if x_context.dim() != 3 or x_target.dim() != 3 or y_context.shape != x_context.shape[:2]:
+        return False
+    batch, targets = x_context.shape[0], x_target.shape[1]
+    alike = x_context.shape[2] == columns and x_target.shape == (batch, targets, columns)
+    return alike and batch * (x_context.shape[1] + targets) > 0
 
 
 def embedded(
@@ -73,7 +89,7 @@ class _Embedding(torch.autograd.Function):
         (batch, context, _), targets = x_context.shape, x_target.shape[1]
         hidden = w1.new_empty(batch, context + targets, w1.shape[0])
         w1, b1 = w1.contiguous(), b1.contiguous()
-        key = _key(x_context, x_target, w1)
+        key = tuple(map(signature, (x_context, y_context, x_target, w1, b1)))
         plan = _FORWARD.find(key) or _FORWARD.keep(key, _forward_launch(x_context, x_target, w1))
         plan(x_context, y_context, x_target, w1, b1, hidden)
         ctx.save_for_backward(x_context, y_context, x_target, w1, b1, w2, hidden)
@@ -87,16 +103,12 @@ class _Embedding(torch.autograd.Function):
         x_context, y_context, x_target, w1, b1, w2, hidden = ctx.saved_tensors
         rows = dy.reshape(-1, dy.shape[-1]).contiguous()
         dhidden = rows @ w2
-        key = (*_key(x_context, x_target, w1), w2.shape)
+        key = tuple(map(signature, (x_context, y_context, x_target, w1, b1, rows)))
         plan = _BACKWARD.find(key) or _BACKWARD.keep(key, _Sums(x_context, x_target, w1, w2.shape[0]))
         dw1, db1, db2 = plan(x_context, y_context, x_target, w1, b1, dhidden, rows)
         dw2 = rows.mT @ hidden.reshape(-1, hidden.shape[-1]) if ctx.needs_input_grad[5] else None
         found = (dw1, db1, dw2, db2)
         return *[None] * 3, *(g if need else None for g, need in zip(found, ctx.needs_input_grad[3:], strict=True))
-
-
-def _key(x_context: torch.Tensor, x_target: torch.Tensor, w1: torch.Tensor) -> tuple:
-    return signature(x_context), signature(x_target), signature(w1)
 
 
 def _fixed(x_context: torch.Tensor, x_target: torch.Tensor) -> tuple[int, int, int]:

@@ -87,6 +87,47 @@ def test_only_wanted_gradients() -> None:
     assert layers[1].weight.grad is layers[0].weight.grad is None
 
 
+@pytest.mark.parametrize("which", ["y_context", "bias", "gradient"])
+def test_tensors_on_other_boundaries(which: str) -> None:
+    """After a call with aligned tensors, one of the same sizes with a tensor on no 16-byte boundary."""
+
+    def moved(t: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape) if name == which else t
+
+    points, layers = made((2, 5, 6, 1, 16, 32), torch.float32)
+    dy = torch.randn(2, 11, 32, device=DEVICE)
+    expected = results(embedding.embedded(*points, *layers, torch.float32), layers, dy)
+    points[1], dy = moved(points[1], "y_context"), moved(dy, "gradient")
+    layers[0].bias.data = moved(layers[0].bias.data, "bias")
+    found = results(embedding.embedded(*points, *layers, torch.float32), layers, dy)
+    for ours, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((2, 5, 1), (2, 4), (2, 6, 1)),
+        ((2, 5, 1), (2, 5, 1), (2, 6, 1)),
+        ((2, 5, 1), (2, 5), (1, 6, 1)),
+        ((2, 5, 1), (2, 5), (2, 6, 2)),
+        ((2, 5, 2), (2, 5), (2, 6, 2)),
+    ],
+)
+def test_sizes_that_disagree_are_an_error(shapes: tuple[tuple[int, ...], ...]) -> None:
+    model = TransformerNP(1, 16, 2, 12, 3, padding=8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    with pytest.raises(RuntimeError):
+        model.embedded(*(torch.zeros(shape, device=DEVICE) for shape in shapes))
+
+
+@pytest.mark.parametrize("shapes", [((0, 5, 1), (0, 5), (0, 6, 1)), ((2, 0, 1), (2, 0), (2, 0, 1))])
+def test_no_rows(shapes: tuple[tuple[int, ...], ...]) -> None:
+    model = TransformerNP(1, 16, 2, 12, 3, padding=8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    rows = model.embedded(*(torch.zeros(shape, device=DEVICE) for shape in shapes))
+    assert rows.shape == (shapes[0][0], shapes[0][1] + shapes[2][1], 16)
+    assert not any(gradient.any() for gradient in torch.autograd.grad(rows.sum(), list(model.embed.parameters())))
+
+
 def test_a_call_it_does_not_take_is_pytorchs() -> None:
     """Transforms, autocast, points with a gradient or of another dtype use PyTorch; the model's rows are the same."""
     model = TransformerNP(1, 16, 2, 12, 3, padding=8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
