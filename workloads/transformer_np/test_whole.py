@@ -48,11 +48,12 @@ def task(batch: int, context: int, targets: int, device: str = "cuda") -> dict[s
 
 
 def test_the_rule() -> None:
-    """(64, 500) is one launch with a batch of 1; a context of more than 64 rows, or 15 clusters of 64 rows, are not."""
+    """(64, 500) is one launch with a batch of 1; a context of more than 64 rows, 15 clusters of 64 rows,
+    or no sequence, are not."""
     found = [whole.pick_layers(*shape) for shape in ((1, 64, 500), (1, 64, 832), (7, 64, 64), (1, 1, 1))]
     assert found == ["whole"] * 4
-    found = [whole.pick_layers(*shape) for shape in ((2, 64, 500), (1, 64, 833), (1, 65, 500), (8, 64, 64))]
-    assert found == ["apart"] * 4
+    apart = (2, 64, 500), (1, 64, 833), (1, 65, 500), (8, 64, 64), (0, 64, 500)
+    assert [whole.pick_layers(*shape) for shape in apart] == ["apart"] * 5
 
 
 def test_weights_that_lie_alike() -> None:
@@ -76,6 +77,9 @@ def test_weights_that_lie_alike() -> None:
     assert whole.weights_of(other) is None
     other[1]["up"] = weights[0]["up"]
     assert whole.weights_of(other) is None
+    assert whole.weights_of(weights[:1]) is not None
+    for kind in ("out", "up", "down", "before attention", "before mlp"):
+        assert whole.weights_of([{**weights[0], kind: weights[0][kind].float()}]) is None, kind
 
 
 def test_where_it_cannot_be() -> None:
@@ -161,6 +165,39 @@ def test_rows_and_gradients(shape: tuple[int, ...], exact_norms: bool) -> None:
     for name, grad, expected in zip(names, grads, grads64, strict=True):
         least = 0.3 * values if name == "q" and context == 1 else 0.0
         assert grad.isfinite().all() and distance(grad, expected, least) < 0.03, name
+
+
+@pytest.mark.gpu(min_capability=HOPPER)
+def test_a_gradient_on_another_boundary() -> None:
+    weights = [dict(block.weights()) for block in model(SMALL).blocks[:-1]]
+    x = torch.randn(1, 80, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    found = whole.weights_of(weights)
+    assert found is not None
+    dy = torch.randn(x.numel() + 1, device="cuda", dtype=torch.bfloat16)[1:].view(x.shape)
+    ours, want = (
+        torch.autograd.grad(whole.layers(x, found, places(weights), 30, EPS), x, gradient)[0]
+        for gradient in (dy, dy.clone())
+    )
+    assert torch.equal(ours, want)
+
+
+@pytest.mark.gpu(min_capability=HOPPER)
+@torch.no_grad()
+def test_one_layer_whose_norms_differ_in_dtype() -> None:
+    """The loss is that of layers apart: one kernel reads the weights of both norms in one dtype."""
+    losses = []
+    for how in ("auto", "apart"):
+        made = model(dataclasses.replace(SMALL, layers=2), layers_impl=how)
+        made.blocks[0].norm.float()
+        losses.append(made.loss(**task(1, 64, 100)))
+    assert torch.equal(*losses)
+
+
+@pytest.mark.gpu(min_capability=HOPPER)
+def test_no_sequence() -> None:
+    made, points = model(), task(1, 64, 100)
+    for x in made(*(points[name][:0] for name in ("x_context", "y_context", "x_target"))):
+        assert x.shape == (0, 100, SMALL.components)
 
 
 @pytest.mark.gpu(min_capability=HOPPER)

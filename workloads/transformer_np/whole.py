@@ -27,7 +27,7 @@ def pick_layers(batch: int, context: int, targets: int) -> str:
     A cluster of 8 CTAs processes 64 rows in all layers, and reads all weights: more clusters than run at once would
     take twice the time. Targets and context do not share a cluster.
     """
-    fits = launches.clusters(batch, context, targets) <= MOST_CLUSTERS
+    fits = 0 < launches.clusters(batch, context, targets) <= MOST_CLUSTERS
     return "whole" if context <= launches.ROWS and fits else "apart"
 
 
@@ -66,7 +66,9 @@ class _Layers(torch.autograd.Function):
         x, *others = ctx.saved_tensors
         kept = len(Saved._fields)
         saved, weights = Saved(*others[:kept]), Weights(*others[kept:], *ctx.sizes)
-        found = launches.backward(dy.contiguous(), x, saved, weights, ctx.context, ctx.eps)
+        dy = dy.contiguous()
+        dy = dy.clone() if dy.data_ptr() % launches.ALIGNMENT else dy
+        found = launches.backward(dy, x, saved, weights, ctx.context, ctx.eps)
         if ctx.needs_input_grad[1]:
             after_attention, after_mlp = found.dx_at
             for layer, place in enumerate(ctx.places):

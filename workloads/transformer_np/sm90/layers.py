@@ -70,8 +70,8 @@ class Gradients(NamedTuple):
 
 
 def weights_of(layers: Sequence[dict[str, torch.Tensor]]) -> Weights | None:
-    """The weights of equal layers as `Weights`, if each kind has the same distance from layer to layer, and k and v
-    follow q in memory. Otherwise None."""
+    """The weights of equal layers as `Weights`, if each kind has the same distance from layer to layer, k and v follow
+    q in memory, and all GEMMs' weights have one dtype and so have all norms'. Otherwise None."""
     pitch, gamma_pitch = (_pitch([layer[kind] for layer in layers]) for kind in ("q", "before attention"))
     if pitch is None or gamma_pitch is None:
         return None
@@ -81,6 +81,10 @@ def weights_of(layers: Sequence[dict[str, torch.Tensor]]) -> Weights | None:
     first = {kind: weight.detach() for kind, weight in layers[0].items()}
     q, kv = first["q"], first["kv"]
     if kv.data_ptr() != q.data_ptr() + q.numel() * q.element_size():
+        return None
+    if any(first[kind].dtype != q.dtype for kind in ("kv", "out", "up", "down")):
+        return None
+    if first["before mlp"].dtype != first["before attention"].dtype:
         return None
     qkv = q.as_strided((q.shape[0] + kv.shape[0], q.shape[1]), q.stride())
     products = (qkv, *(first[kind] for kind in ("out", "up", "down")))
@@ -108,6 +112,8 @@ def missing(x: torch.Tensor, context: int, heads: int, weights: Weights) -> str 
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if x.dtype != torch.bfloat16 or weights.qkv.dtype != x.dtype:
         return "it takes bfloat16"
+    if not len(x):
+        return "it takes at least one sequence"
     if weights.attention_gamma.dtype not in (x.dtype, torch.float32):
         return "weights of norms must be bfloat16 or float32"
     reason = missing_sizes(x.shape[2], heads, weights.up.shape[0], context, x.shape[1] - context)
