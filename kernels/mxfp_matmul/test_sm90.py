@@ -254,12 +254,18 @@ def test_layouts(compiler, format: str) -> None:
 
 @ON_HOPPER
 @EVERY
-def test_what_is_not_finite_stays_in_its_row(compiler, format: str) -> None:
+@pytest.mark.parametrize(("rows", "many"), [(30, False), (300, True)])
+def test_what_is_not_finite_stays_in_its_row(compiler, monkeypatch, rows: int, many: bool, format: str) -> None:
+    """A NaN in a row of x, and one among the scales of a row of w."""
+    monkeypatch.setattr(configs, "pick_many", lambda *_: many)
+    forget()
     w, scales = packed(320, 512, format, 200)
-    x = torch.randn(30, 512, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
     want = mxfp_matmul(x, w, scales, format, **one(format), backend="cuda")
     x[17, 200] = torch.nan
+    scales[2, 130, 1] = 255
     y = mxfp_matmul(x, w, scales, format, **one(format), backend="cuda")
-    others = torch.arange(30, device="cuda") != 17
-    assert torch.equal(y[others], want[others]) and y[17].isnan().all()
+    of_x, of_w = (torch.arange(size, device="cuda") != at for size, at in ((rows, 17), (320, 130)))
+    assert torch.equal(y[of_x][:, of_w], want[of_x][:, of_w]) and y[17].isnan().all() and y[:, 130].isnan().all()
     assert mxfp_matmul(x[:0], w, scales, format, **one(format), backend="cuda").shape == (0, 320)
+    forget()
