@@ -168,6 +168,35 @@ def test_rows_and_gradients(shape: tuple[int, ...], exact_norms: bool) -> None:
 
 
 @pytest.mark.gpu(min_capability=HOPPER)
+def test_what_is_not_finite_stays_where_it_belongs() -> None:
+    """A target's NaN stays in its row, also where the box of the context's cluster has that row; a context's in its
+    sequence. The gradient of a target's NaN is that of its row and of the context."""
+    weights = [dict(block.weights()) for block in model(SMALL).blocks[:-1]]
+    joined = whole.weights_of(weights)
+    assert joined is not None
+    x = torch.randn(2, 40 + 70, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        y = whole.layers(x, joined, places(weights), 40, EPS)
+        return y.detach(), torch.autograd.grad(y, x, dy)[0]
+
+    y, dx = run()
+    others = torch.arange(110, device="cuda") != 50
+    dy[0, 50] = torch.nan
+    found_dx = run()[1]
+    assert torch.equal(found_dx[1], dx[1]) and torch.equal(found_dx[0, 40:][others[40:]], dx[0, 40:][others[40:]])
+    assert found_dx[0, 50].isnan().all() and found_dx[0, :40].isnan().all()
+    x.data[0, 50] = torch.nan
+    found_y = run()[0]
+    assert torch.equal(found_y[1], y[1]) and torch.equal(found_y[0, others], y[0, others])
+    assert found_y[0, 50].isnan().all()
+    x.data[0, 3] = torch.nan
+    found_y = run()[0]
+    assert torch.equal(found_y[1], y[1]) and found_y[0].isnan().all()
+
+
+@pytest.mark.gpu(min_capability=HOPPER)
 def test_a_gradient_on_another_boundary() -> None:
     weights = [dict(block.weights()) for block in model(SMALL).blocks[:-1]]
     x = torch.randn(1, 80, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
