@@ -221,13 +221,13 @@ def test_what_it_takes() -> None:
         ({"capability": (10, 0)}, "compute capability 9.0"),
         ({"dtype": torch.float16}, "bfloat16"),
         ({"stochastic": True}, "to nearest"),
-        ({"strides": (64, 1)}, "not the contiguous one"),
-        ({"strides": (2, 64)}, "not the contiguous one"),
+        ({"strides": (64, 1)}, "other than the contiguous one"),
+        ({"strides": (2, 64)}, "other than the contiguous one"),
         ({"strides": (1, 65)}, "even strides"),
         ({"shape": (63, 64)}, "even size"),
-        ({"aligned": False}, "on 16 bytes"),
+        ({"aligned": False}, "16-byte alignment"),
         ({"shape": (64, 48), "block": 16}, "2 blocks"),
-        ({"shape": (2, 2**31)}, "2^31"),
+        ({"shape": (2, 2**31)}, "at most 2147479552 rows"),
     ):
         assert words in str(reason(**change)), change
 

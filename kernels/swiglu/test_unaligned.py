@@ -64,7 +64,7 @@ def test_why_it_is_not_supported(monkeypatch):
     layout = Coalesced(2, 2**30 + 1, ((2**31 + 1, 1),) * 3, (False, False))
     assert "rows of up to 1073741824 elements" in unaligned.unsupported_reason(layout, BF16, HOPPER)
     layout = Coalesced(2**29, 1365, ((2731, 1),) * 3, (False, False))
-    assert "fewer than 2147483648 pieces" in unaligned.unsupported_reason(layout, BF16, HOPPER)
+    assert "fewer than 2147483648 warps" in unaligned.unsupported_reason(layout, BF16, HOPPER)
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: "it is compiled by NVRTC through CuPy")
     assert reason(y, gate, up) == "it is compiled by NVRTC through CuPy"
 

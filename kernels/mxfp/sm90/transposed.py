@@ -37,9 +37,7 @@ def unsupported_reason(
     if dtype != torch.bfloat16 or stochastic:
         return "it supports bfloat16, rounded to nearest"
     if strides[0] != 1 or strides[1] == 1 or rows % 2 or strides[1] % 2 or not aligned:
-        return (
-            "it requires a dim other than the contiguous one, whose size is even, even strides, and 16-byte alignment"
-        )
+        return "it requires a dim other than the contiguous one, of even size, with even strides and 16-byte alignment"
     if block < STEP and -(-dim // block) % (STEP // block):
         return f"it requires a multiple of {STEP // block} blocks along dim"
     if max(rows, dim) > _LARGEST_SIZE:
