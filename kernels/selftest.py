@@ -157,7 +157,7 @@ def _error(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, exact: bool) ->
 
 def report(names: list[str], device: str, jobs: int = 1) -> int:
     """Prints a line per result. Returns the exit status: 1 if one was wrong or failed."""
-    print(f"Compares each op with its reference on {device}; error: the largest, in tolerances, ok if at most 1")
+    print(f"Compares each op with its reference on {device}; error: the largest, in tolerances (at most 1)")
     print(f"{'op':24} {'dtype':9} {'status':8} {'error':>6} {'time/s':>6}")
     bad = skipped = 0
     for one in run(names, device, jobs):
@@ -166,6 +166,6 @@ def report(names: list[str], device: str, jobs: int = 1) -> int:
         dtype = str(one.dtype).removeprefix("torch.")
         line = f"{one.op:24} {dtype:9} {one.status:8} {one.error:6.2f} {one.seconds:6.1f}  {one.reason}"
         print(line.rstrip(), flush=True)
-    counts = f"{bad} wrong or failed" if bad else "all passed"
+    counts = f"{bad} did not pass" if bad else "all passed"
     print(counts + (f"; {skipped} skipped" if skipped else ""))
     return 1 if bad else 0

@@ -325,7 +325,7 @@ def test_bad_input_raises_an_error_that_names_it(arguments, error, words):
         (dict(data=torch.ones(3, 63, dtype=torch.uint8)), ValueError, r"data must be \[3, 64\]"),
         (dict(format="nvfp4"), ValueError, "data must be"),
         (dict(dtype=torch.float64), TypeError, "dtype must be"),
-        (dict(size=32), ValueError, "size must end in the last of 2 blocks"),
+        (dict(size=32), ValueError, "size must end in the last of the 2 blocks"),
         (dict(tensor_scale=torch.tensor(1.0)), ValueError, "tensor_scale requires"),
     ],
 )

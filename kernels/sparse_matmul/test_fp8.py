@@ -203,7 +203,7 @@ def test_a_gradient_is_refused_and_never_zero(grad: str) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (dict(x=torch.ones(3, 128).to(E4M3)), ValueError, r"x must be \[M, 64\] like values"),
+        (dict(x=torch.ones(3, 128).to(E4M3)), ValueError, r"x must be \[M, 64\] like fp8 values"),
         (dict(x=torch.ones(2, 3, 64).to(E4M3)), ValueError, r"x must be \[M, 64\]"),
         (dict(x=torch.ones(3, 64)), TypeError, "values must be a tensor of x's dtype"),
         (
