@@ -1,4 +1,4 @@
-"""`python -m ridgeline info` and `python -m ridgeline selftest`: what runs here, and whether its results are right."""
+"""`python -m ridgeline info` and `python -m ridgeline selftest`: which kernels run here, and if they are correct."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ridgeline", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
-        ("info", "the GPU, versions, which kernels each op launches, and what is missing"),
-        ("selftest", "each op against its reference, forward and backward; without a GPU in Triton's interpreter"),
+        ("info", "prints the GPU, versions, the kernels that each op launches, and what is missing"),
+        (
+            "selftest",
+            "compares each op with its reference, forward and backward; without a GPU, in Triton's interpreter",
+        ),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--op", action="append", metavar="NAME", help="only this op; may be given more than once")
     jobs = min(MOST_JOBS, os.cpu_count() or 1)
-    command.add_argument("--jobs", type=int, default=jobs, metavar="N", help=f"processes (default here: {jobs})")
+    command.add_argument(
+        "--jobs", type=int, default=jobs, metavar="N", help=f"number of processes (default here: {jobs})"
+    )
     given = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and given.command == "selftest":

@@ -15,12 +15,12 @@ import torch
 from . import __version__, selftest
 
 WITHOUT_CUDA = (
-    "PyTorch with CUDA: the installed build runs on CPUs only (pip install --force-reinstall torch --index-url "
+    "PyTorch with CUDA: the installed build supports only CPUs (pip install --force-reinstall torch --index-url "
     "https://download.pytorch.org/whl/cu130)"
 )
 # The packages themselves rather than extras of this one, which is not on PyPI.
 WITHOUT_TRANSFORMERS = 'transformers, only for ridgeline.patch (pip install "transformers>=5")'
-WITHOUT_CUPY = "CuPy, for the kernels in CUDA C++ (pip install cupy-cuda13x); without it their Triton versions run"
+WITHOUT_CUPY = "CuPy, for the kernels in CUDA C++ (pip install cupy-cuda13x); without it, Triton versions run instead"
 
 
 def version(distribution: str) -> str | None:
@@ -55,7 +55,7 @@ def missing() -> Iterator[str]:
     if not torch.version.cuda:
         yield WITHOUT_CUDA
     elif not torch.cuda.is_available():
-        yield "an NVIDIA GPU, or its driver: nvidia-smi says which"
+        yield "an NVIDIA GPU or its driver: run nvidia-smi to see which"
     elif torch.cuda.get_device_capability() < (8, 0):
         yield "a GPU of compute capability 8.0 or later"
     elif torch.cuda.get_device_capability() != (9, 0):
@@ -82,9 +82,9 @@ def launched(op: str, device: str, with_backward: bool = True, **options: str) -
 
 
 def versions(op: str, device: str) -> Iterator[tuple[str, str]]:
-    """Yields ("option=value", finding) for each version of an op that has several. The finding is that "auto" uses it,
-    if the same kernels are launched; that it runs on request; or why it does not run. For an option that is not for the
-    backward only the forward is compared, as the backward may have other versions."""
+    """Yields ("option=value", finding) for each version of an op that has several. The finding is that "auto" selects
+    it, if the same kernels are launched; that it runs if requested; or why it does not run. For an option that is not
+    for the backward only the forward is compared, as the backward may have other versions."""
     for option, values in selftest.example(op, "meta", torch.bfloat16, False).get("versions", {}).items():
         backward = option == "backward"
         taken = launched(op, device, backward)
@@ -94,7 +94,10 @@ def versions(op: str, device: str) -> Iterator[tuple[str, str]]:
             except RuntimeError as reason:
                 yield f'{option}="{value}"', str(reason).splitlines()[0]
             else:
-                yield f'{option}="{value}"', "what auto takes" if found == taken else "runs on request"
+                yield (
+                    f'{option}="{value}"',
+                    "selected by auto" if found == taken else "not selected by auto; runs if requested",
+                )
 
 
 def on_hopper(op: str) -> str:
@@ -103,7 +106,7 @@ def on_hopper(op: str) -> str:
     if chosen := [f'{option}="{value}"' for option, value in call.get("hopper", {}).items()]:
         return ", ".join(chosen)
     several = "backend" in inspect.signature(selftest.function(op)).parameters
-    return "is chosen by the rule below" if several else "has one version"
+    return "depends on the problem, by the rule below" if several else "one version"
 
 
 def rule(op: str) -> Iterator[tuple[str, str]]:
@@ -116,7 +119,7 @@ def rule(op: str) -> Iterator[tuple[str, str]]:
     modules = [configs, *(m for name, m in vars(configs).items() if name in ("forward", "backward"))]
     for name in ("pick_backend", "pick_versions", "pick_forward", "pick_backward"):
         for found in (getattr(one, name) for one in modules if hasattr(one, name)):
-            yield name, " ".join((found.__doc__ or "").split())
+            yield name, " ".join((found.__doc__ or "").split()).replace(" Pure.", "")
 
 
 def report(names: list[str], device: str) -> int:
@@ -128,18 +131,20 @@ def report(names: list[str], device: str) -> int:
         print(f"missing    {what}")
     if device == "cpu":
         if importlib.util.find_spec("triton"):
-            print("\nWithout a GPU ops run only in Triton's interpreter, which is slow, and correct only in fp32 and")
-            print("fp16. Set TRITON_INTERPRET=1 before they are imported.")
+            print("\nWithout a GPU, ops run only in Triton's interpreter: slowly, and correctly only in fp32 and fp16.")
+            print("Set TRITON_INTERPRET=1 before importing ridgeline.")
         else:
-            print("\nWithout a GPU and without Triton no op runs.")
-        print("\nOn a GPU of compute capability 9.0 (Hopper), with CuPy, these versions run for a bf16 problem of a")
-        print("typical size in models; below each is the rule that chooses it:")
+            print("\nWithout a GPU and without Triton, no op runs.")
+        print(
+            "\nThe version that auto selects on a GPU of compute capability 9.0 (Hopper) with CuPy, for a bf16 problem"
+        )
+        print("of a size typical of models, and the rule by which it selects:")
         for name in names:
             print(f"{name}\n  {on_hopper(name)}")
             _print_rule(name)
         return 0
-    print("\nThe kernels that each op launches for a bf16 problem of a typical size in models, its versions, and the")
-    print("rule that chooses among them:")
+    print("\nThe kernels that each op launches for a bf16 problem of a size typical of models, its versions, and the")
+    print("rule by which auto selects one:")
     for name in names:
         try:
             print(f"{name}\n  launches  {', '.join(launched(name, device))}")

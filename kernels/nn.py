@@ -57,7 +57,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if len(shape) != 1:
-            raise ValueError(f"RMSNorm: normalized_shape must be one dimension, the last, got {shape}")
+            raise ValueError(f"RMSNorm: normalized_shape must have one dimension, the last of x, got {shape}")
         self.normalized_shape, self.eps, self.weight_offset = shape, eps, weight_offset
         self.elementwise_affine = elementwise_affine
         if elementwise_affine:
@@ -150,7 +150,7 @@ class FusedMLP(nn.Module):
     ) -> None:
         super().__init__()
         if gated and bias:
-            raise ValueError("FusedMLP: a gated layer has no biases, got bias=True")
+            raise ValueError("FusedMLP: bias must be False with a gated layer, got True")
         self.gated = gated
         self.options: dict[str, Any] = dict(activation=activation, save=save, backend=backend)
         if gated:
@@ -270,7 +270,7 @@ class Attention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if min(num_heads, num_kv_heads) < 1:
-            raise ValueError(f"Attention: there must be heads, got {num_heads, num_kv_heads}")
+            raise ValueError(f"Attention: num_heads and num_kv_heads must be at least 1, got {num_heads, num_kv_heads}")
         if rotary is not None and rotary.layout != "bshd":
             raise ValueError(f'Attention: rotary must have layout "bshd", got {rotary.layout!r}')
         if num_heads % num_kv_heads:
@@ -290,7 +290,7 @@ class Attention(nn.Module):
         self, x: torch.Tensor, context: torch.Tensor | None = None, position_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         if context is not None and self.rotary is not None:
-            raise ValueError("Attention: a context has no positions: rotary must be None")
+            raise ValueError("Attention: context must be None with rotary, as its rows have no positions")
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         keys = x if context is None else context
         k = self.k_proj(keys).unflatten(-1, (self.num_kv_heads, self.head_dim))
@@ -298,7 +298,7 @@ class Attention(nn.Module):
         if self.rotary is not None:
             q, k = self.rotary(q, k, position_ids)
         elif position_ids is not None:
-            raise ValueError("Attention: position_ids are for rotary, which is None")
+            raise ValueError("Attention: position_ids must be None without rotary")
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = attention(q, k, v, causal=self.causal, window=self.window)
         assert isinstance(out, torch.Tensor)

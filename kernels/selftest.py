@@ -88,11 +88,11 @@ def _timed(name: str, device: str, dtype: torch.dtype, small: bool) -> Result:
     try:
         error = compare(name, device, dtype, small)
     except torch.OutOfMemoryError:
-        return result("skipped", reason="the reference does not fit into the GPU's memory")
+        return result("skipped", reason="the reference needs more memory than the GPU has")
     except Exception as failure:
         return result("failed", reason=f"{type(failure).__name__}: {str(failure).strip().splitlines()[0]}")
     if error is None:
-        return result("skipped", reason="Triton's interpreter computes fp8 wrongly")
+        return result("skipped", reason="Triton's interpreter computes fp8 incorrectly: needs a GPU")
     return result("ok" if error <= 1 else "wrong", error)
 
 
@@ -157,8 +157,8 @@ def _error(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, exact: bool) ->
 
 def report(names: list[str], device: str, jobs: int = 1) -> int:
     """Prints a line per result. Returns the exit status: 1 if one was wrong or failed."""
-    print(f"each op against its reference on {device}, errors in units of the tolerance")
-    print(f"{'op':24} {'dtype':9} {'status':8} {'error':>6} {'s':>6}")
+    print(f"Compares each op with its reference on {device}; error: the largest, in tolerances (at most 1)")
+    print(f"{'op':24} {'dtype':9} {'status':8} {'error':>6} {'time/s':>6}")
     bad = skipped = 0
     for one in run(names, device, jobs):
         bad += one.status in ("wrong", "failed")
@@ -166,6 +166,6 @@ def report(names: list[str], device: str, jobs: int = 1) -> int:
         dtype = str(one.dtype).removeprefix("torch.")
         line = f"{one.op:24} {dtype:9} {one.status:8} {one.error:6.2f} {one.seconds:6.1f}  {one.reason}"
         print(line.rstrip(), flush=True)
-    right = "all is right" + (f"; {skipped} skipped" if skipped else "")
-    print(right if not bad else f"{bad} of them are not right")
+    counts = f"{bad} did not pass" if bad else "all passed"
+    print(counts + (f"; {skipped} skipped" if skipped else ""))
     return 1 if bad else 0

@@ -93,7 +93,7 @@ class TrainStep:
     ) -> None:
         for name, value in (("accumulate", accumulate), ("graphs", graphs), ("history", history)):
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"TrainStep: {name} must be at least 1, and an integer, got {value!r}")
+                raise ValueError(f"TrainStep: {name} must be an integer of at least 1, got {value!r}")
         for name, function in (("model", model), ("schedule", schedule)):
             if function is not None and not callable(function):
                 raise TypeError(f"TrainStep: {name} must be callable, got {type(function).__name__}")
@@ -154,7 +154,9 @@ class TrainStep:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues from the update at which `state_dict` was taken. Earlier losses are dropped."""
         if state["calls"] % self.accumulate:
-            raise ValueError(f"TrainStep: state must be of an update, got one of {state['calls'] % self.accumulate}")
+            raise ValueError(
+                f"TrainStep: state must be that of an update, got one {state['calls'] % self.accumulate} calls later"
+            )
         self.reset()
         self.calls, self.updates = state["calls"], state["updates"]
         self._cursor.fill_(self.calls % self.history)
@@ -166,7 +168,7 @@ class TrainStep:
             return f"the parameters are on {self.device}: a CUDA graph needs a GPU"
         if self.scaler is not None and not getattr(self.optimizer, "_step_supports_amp_scaling", False):
             name = type(self.optimizer).__name__
-            return f"with {name} the GradScaler reads on the host whether to step: take ridgeline's AdamW or fused=True"
+            return f"GradScaler with {name} synchronises to decide whether to step: use ridgeline's AdamW or fused=True"
         return None
 
     def _make_capturable(self) -> None:
@@ -294,7 +296,7 @@ class TrainStep:
         current.wait_stream(self._side)
         loss.record_stream(current)
         if found:
-            self._give_up(f"the step waits for the GPU at {found[0]}")
+            self._give_up(f"the step synchronises with the GPU at {found[0]}")
         return loss
 
     def _capture(self, shape: _Shape, kind: _Kind, leaves: list[Any], tree: Any) -> None:
@@ -327,7 +329,9 @@ class TrainStep:
 def _scalar(result: Any) -> torch.Tensor:
     loss = result if isinstance(result, torch.Tensor) else getattr(result, "loss", None)
     if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"TrainStep: model must return a tensor or have one as `loss`, got {type(result).__name__}")
+        raise TypeError(
+            f"TrainStep: model must return a tensor or an object with a tensor `loss`, got {type(result).__name__}"
+        )
     if loss.numel() != 1:
         raise ValueError(f"TrainStep: the loss must be a scalar, got shape {tuple(loss.shape)}")
     return loss

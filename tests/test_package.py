@@ -62,7 +62,7 @@ def test_what_is_wrong_is_told(fn, status: str, monkeypatch: pytest.MonkeyPatch,
     assert selftest.report(["gelu"], "cpu") == (status != "ok")
     printed = capsys.readouterr().out
     assert printed.count(f" {status} ") == 2
-    assert ("all is right" in printed) == (status == "ok")
+    assert ("all passed" in printed) == (status == "ok")
 
 
 def test_one_wrong_bit_of_an_exact_op_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_what_auto_takes_on_hopper_is_what_its_examples_say() -> None:
 @pytest.mark.gpu
 def test_info_names_kernels_and_versions() -> None:
     assert any("gelu" in name for name in info.launched("gelu", "cuda"))
-    assert dict(info.versions("rmsnorm", "cuda"))['backend="triton"'] == "what auto takes"
+    assert dict(info.versions("rmsnorm", "cuda"))['backend="triton"'] == "selected by auto"
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
@@ -124,8 +124,8 @@ def test_info_finds_what_auto_takes_on_hopper(kernel_name: str) -> None:
     pytest.importorskip("cupy")
     found = dict(info.versions(kernel_name, "cuda"))
     for option, value in selftest.example(kernel_name, "meta", torch.bfloat16, False)["hopper"].items():
-        assert found[f'{option}="{value}"'] == "what auto takes", found
-        assert [v for k, v in found.items() if k.startswith(f"{option}=")].count("what auto takes") == 1, found
+        assert found[f'{option}="{value}"'] == "selected by auto", found
+        assert [v for k, v in found.items() if k.startswith(f"{option}=")].count("selected by auto") == 1, found
 
 
 def test_what_is_missing_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_from_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "ridgeline").symlink_to(registry.ROOT / "kernels")
     command = [sys.executable, "-m", "ridgeline", "selftest", "--op", "rmsnorm", "--op", "gelu"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "all is right" in done.stdout, done.stderr
+    assert done.returncode == 0 and "all passed" in done.stdout, done.stderr
     assert not done.stderr
     command[3:] = ["selftest", "--op", "nothing"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -319,9 +319,9 @@ def test_it_is_called_as_a_function_of_the_package() -> None:
 
 
 def test_it_says_what_it_cannot_take() -> None:
-    with pytest.raises(ValueError, match="except_ must be of norm, rope, mlp, attention, loss, got 'norms'"):
+    with pytest.raises(ValueError, match="except_ must name ops among norm, rope, mlp, attention, loss, got 'norms'"):
         patch(made("llama"), except_=["norms"])
-    with pytest.raises(ValueError, match="Linear has no layer of a known kind"):
+    with pytest.raises(ValueError, match="a layer that patch can replace, got Linear"):
         patch(nn.Linear(2, 2))
     unpatch(nn.Linear(2, 2))
 

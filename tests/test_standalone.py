@@ -123,7 +123,7 @@ def test_a_newcomers_commands_run_from_an_empty_folder(tmp_path: Path) -> None:
     shutil.copytree(registry.ROOT / "kernels", tmp_path / "elsewhere", ignore=standalone.IGNORED)
     done = python(standalone.__file__, "begin", "elsewhere", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "all is right" in done.stdout
+    assert "all passed" in done.stdout
     assert "elsewhere.patch: " in done.stdout or "elsewhere.patch was not tried" in done.stdout
 
 

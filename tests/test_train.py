@@ -167,9 +167,9 @@ def test_state_is_taken_up_again() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(accumulate=0), "accumulate must be at least 1"),
-        (dict(graphs=0), "graphs must be at least 1"),
-        (dict(history=0), "history must be at least 1"),
+        (dict(accumulate=0), "accumulate must be an integer of at least 1"),
+        (dict(graphs=0), "graphs must be an integer of at least 1"),
+        (dict(history=0), "history must be an integer of at least 1"),
         (dict(clip=0.0), "clip must be positive"),
     ],
 )
@@ -255,7 +255,7 @@ def test_a_model_that_waits_for_the_gpu_runs_without_a_graph() -> None:
     with pytest.warns(UserWarning, match="without a CUDA graph"):
         for batch in batches(5, "cuda"):
             step(**batch)
-    assert "waits for the GPU at" in step.reason and "test_train.py" in step.reason
+    assert "synchronises with the GPU at" in step.reason and "test_train.py" in step.reason
     assert step.captured == 0 and step.calls == 5
 
 
@@ -283,7 +283,7 @@ def test_a_capture_that_fails_leaves_the_step_usable() -> None:
 def test_a_scaler_needs_an_optimizer_that_takes_it() -> None:
     model, _ = made("cuda")
     step = TrainStep(loss_of(model), torch.optim.AdamW(model.parameters()), scaler=torch.amp.GradScaler("cuda"))
-    assert "GradScaler reads on the host" in step.reason
+    assert "synchronises to decide whether to step" in step.reason
 
 
 @pytest.mark.gpu

@@ -64,7 +64,7 @@ def check_tensors(
         if not isinstance(tensors, list | tuple):
             raise TypeError(f"adamw: {name} must be a list of tensors, got {type(tensors).__name__}")
         if len(tensors) != len(params):
-            raise ValueError(f"adamw: {name} must be as many as params, {len(params)}, got {len(tensors)}")
+            raise ValueError(f"adamw: {name} must have as many entries as params, {len(params)}, got {len(tensors)}")
     for index, param in enumerate(params):
         _check_tensor(f"params[{index}]", param, FLOATS, NAMES, written=True)
         has_master = master_params is not None and master_params[index] is not None
@@ -108,7 +108,7 @@ def check_max_norm(max_norm: object) -> None:
 def check_kind(name: str, dtype: torch.dtype, has_master: bool, stochastic_rounding: bool) -> None:
     """Raises ValueError if a parameter of this dtype cannot have this rounding."""
     if has_master and dtype == torch.float32:
-        raise ValueError(f"adamw: {name} is float32 and must have no master weights (None in master_params)")
+        raise ValueError(f"adamw: {name} is float32, so that its entry of master_params must be None")
     if stochastic_rounding and not has_master and dtype == torch.float16:
         raise ValueError(f"adamw: {name} must be bfloat16 or float32 for stochastic rounding, got float16")
 
@@ -120,7 +120,7 @@ def check_scalar(name: str, tensor: object, device: torch.device, op: str = "ada
     if tensor.numel() != 1:
         raise ValueError(f"{op}: {name} must have one element, got shape {tuple(tensor.shape)}")
     if tensor.device != device:
-        raise ValueError(f"{op}: {name} must be on {device} as the gradients are, got {tensor.device}")
+        raise ValueError(f"{op}: {name} must be on the device of the gradients, {device}, got {tensor.device}")
 
 
 def _check_tensor(

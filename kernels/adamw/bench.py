@@ -263,10 +263,10 @@ def _optimizer(made: Any, **options: Any) -> Any:
 def _torch_can(case: Case, mode: str) -> str | None:
     params = case.params
     if params.get("stochastic_rounding"):
-        return "does not round at random"
+        return "does not support stochastic rounding"
     if params.get("mixed") or (case.dtype != FP32 and not params.get("master")):
-        return "keeps the states in the dtype of the parameter"
-    return "not written for this case" if params.get("on_device") or "grad_scale" in params else None
+        return "stores the states in the parameter's dtype"
+    return "not implemented for this case" if params.get("on_device") or "grad_scale" in params else None
 
 
 def _candidates(case: Case) -> list[configs.Config]:

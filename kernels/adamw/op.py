@@ -187,7 +187,7 @@ def _steps(step: object, count: int, device: torch.device) -> tuple[float, list[
     if not isinstance(step, list | tuple):
         raise TypeError(f"adamw: step must be a number, a tensor or a list of tensors, got {type(step).__name__}")
     if len(step) != count:
-        raise ValueError(f"adamw: step must be one or as many as params, {count}, got {len(step)}")
+        raise ValueError(f"adamw: step must be one value or one per parameter, {count}, got {len(step)}")
     for index, tensor in enumerate(step):
         check_scalar(f"step[{index}]", tensor, device)
     return 0.0, list(step)

@@ -267,7 +267,7 @@ def _check_group(group: dict[str, Any]) -> None:
     check_seed(group["seed"])
     for name in ("amsgrad", "differentiable"):
         if group[name]:
-            raise ValueError(f"AdamW: {name} must be False; torch.optim.AdamW has it")
+            raise ValueError(f"AdamW: {name} must be False; torch.optim.AdamW supports it")
     if group["master_weights"] and group["stochastic_rounding"]:
         raise ValueError("AdamW: master_weights and stochastic_rounding must not both be set: either is enough")
 

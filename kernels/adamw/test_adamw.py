@@ -268,7 +268,7 @@ def test_the_bias_correction_is_exact_to_fp32(beta, step):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (dict(grads=[]), ValueError, "grads must be as many"),
+        (dict(grads=[]), ValueError, "grads must have as many"),
         (dict(params=torch.zeros(3)), TypeError, "params must be a list"),
         (dict(grads=lambda t: t.double()), TypeError, r"grads\[0\] must be"),
         (dict(exp_avgs=lambda t: t.half()), TypeError, r"exp_avgs\[0\] must be"),
@@ -276,7 +276,7 @@ def test_the_bias_correction_is_exact_to_fp32(beta, step):
         (dict(grads=lambda t: t.to("meta")), ValueError, r"grads\[0\] must be on"),
         (dict(exp_avgs=lambda t: t[:1].expand(8)), ValueError, r"exp_avgs\[0\] must not overlap"),
         (dict(exp_avgs=lambda t: t[:1].expand(2)), ValueError, r"exp_avgs\[0\] must not overlap"),
-        (dict(master_params=[torch.zeros(8)]), ValueError, "no master weights"),
+        (dict(master_params=[torch.zeros(8)]), ValueError, "entry of master_params must be None"),
         (dict(step=0), ValueError, "step must be at least 1"),
         (dict(step="1"), TypeError, "step must be"),
         (dict(step=torch.tensor(1)), TypeError, "step must be a tensor of float32"),

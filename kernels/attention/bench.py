@@ -182,9 +182,9 @@ def extra_bytes(case: Case, mode: str) -> dict[str, int]:
 
 def _square_if_causal(case: Case) -> str | None:
     if case.params.get("window"):
-        return "has no window"
+        return "does not support a window"
     if case.params.get("causal") and case.dims["queries"] != case.dims["keys"]:
-        return "aligns a causal mask at the top left"
+        return "aligns a causal mask to the top left, not the bottom right"
     return None
 
 
@@ -200,7 +200,7 @@ def _fits(case: Case, mode: str) -> str | None:
     """Returns why the reference is no baseline, or None: too large a problem is computed in chunks, and recomputed in
     the backward."""
     scores = case.dims["batch"] * case.dims["kv_heads"] * case.dims["group"] * case.dims["queries"] * case.dims["keys"]
-    return f"the scores alone would be {4 * scores / 1e9:.0f} GB" if scores > MOST_SCORES else None
+    return f"needs {4 * scores / 1e9:.0f} GB for the score matrix" if scores > MOST_SCORES else None
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[], Op]:
@@ -367,9 +367,9 @@ TUNABLES = (
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation != "auto" and case.params.get("fp8"):
-        return "in e4m3 there is one version"
+        return "same version as auto: fp8 has only one"
     if implementation == "triton-fused" and mode == "fwd":
-        return "its forward is that of auto"
+        return "same forward as auto"
     return None
 
 
@@ -399,7 +399,7 @@ def _sdpa_as_called() -> Op:
 
 
 def _as_called(case: Case, mode: str) -> str | None:
-    return "returns no lse" if case.params.get("return_lse") else _square_if_causal(case)
+    return "does not return the log-sum-exp" if case.params.get("return_lse") else _square_if_causal(case)
 
 
 CARRY_QUERIES = 4096  # least queries for which the carry is timed: blocks of ring attention are not shorter
@@ -408,8 +408,12 @@ CARRY_QUERIES = 4096  # least queries for which the carry is timed: blocks of ri
 def _carry(case: Case, mode: str) -> str | None:
     """Returns why attention in blocks of keys does not support a case, or is not timed on it, or None."""
     if set(case.params) - {"causal", "scale"}:
-        return "has no window, context, e4m3 or lse"
-    return "is timed on blocks as long as a ring's" if case.bench and case.dims["queries"] < CARRY_QUERIES else None
+        return "does not support a window, num_context, fp8 or return_lse"
+    return (
+        f"timed only with at least {CARRY_QUERIES} queries, as in ring attention"
+        if case.bench and case.dims["queries"] < CARRY_QUERIES
+        else None
+    )
 
 
 def _carry_cost(case: Case, mode: str) -> Cost:

@@ -94,9 +94,11 @@ def attention(
     if fp8:
         scale, left, right, keys, *_ = options
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-            raise RuntimeError("attention: fp8=True has no gradient: detach q, k and v, or use torch.no_grad()")
+            raise RuntimeError(
+                "attention: q, k and v must not require grad with fp8=True: detach them, or use torch.no_grad()"
+            )
         if left >= 0 or right > 0:
-            raise ValueError(f"attention: fp8=True has no window, got {window}")
+            raise ValueError(f"attention: window must be None with fp8=True, got {window}")
         run = attention_fp8_fwd if lean(q, k, v) else _fp8_op
         out, lse = run(q, k, v, scale, right, keys, return_lse)
     else:
@@ -141,7 +143,7 @@ def check_qkv(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> N
     if v.shape != k.shape:
         raise ValueError(f"{name}: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{name}: q's {q.shape[1]} heads must be a multiple of k's, which has {k.shape[1]}")
+        raise ValueError(f"{name}: q must have a multiple of k's {k.shape[1]} heads, got {q.shape[1]}")
     runnable(name, "q", q)
 
 

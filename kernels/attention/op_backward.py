@@ -114,7 +114,9 @@ def _check(dout, dlse, q, k, v, out, lse, dq, dk, dv) -> None:
         every = dict(dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv)
         for label, tensor in every.items():
             if tensor is not None and tensor.requires_grad:
-                raise RuntimeError(f"{name}: has no gradient: {label} must not require grad, or use torch.no_grad()")
+                raise RuntimeError(
+                    f"{name}: {label} must not require grad, as {name} has no backward: use torch.no_grad()"
+                )
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::attention_backward_into", mutates_args=("dq", "dk", "dv"))

@@ -396,7 +396,7 @@ def _check_backward(dout, q, k, v, out, lse, dq, dk, dv, delta, result, version)
             _check_fp32(name, label, tensor, like.shape, q)
     _check_result(name, result, q)
     if result is not None and dq is None:
-        raise ValueError(f"{name}: dq must be given where result is")
+        raise ValueError(f"{name}: dq must be given with result, got None")
     _check_version(name, version)
     _refuse_grad(name, dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, delta=delta, result=result)
 
@@ -407,7 +407,9 @@ def _check_result(name: str, result: object, q: torch.Tensor) -> None:
     if not isinstance(result, torch.Tensor) or result.dtype != q.dtype:
         raise TypeError(f"{name}: result must be a tensor of q's dtype {q.dtype}, got {kind(result)}")
     if result.shape != q.shape or result.device != q.device or (result.numel() and result.stride(3) != 1):
-        raise ValueError(f"{name}: result must be like q with contiguous rows, got shape {tuple(result.shape)}")
+        raise ValueError(
+            f"{name}: result must be like q with contiguous rows, got {tuple(result.shape)} on {result.device}"
+        )
 
 
 def _check_fp32(name: str, label: str, tensor: object, shape: torch.Size, q: torch.Tensor) -> None:
@@ -437,7 +439,7 @@ def _check_version(name: str, version: str) -> None:
 def _refuse_grad(name: str, **tensors: torch.Tensor | None) -> None:
     for label, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(f"{name}: has no gradient: {label} must not require grad, or use torch.no_grad()")
+            raise RuntimeError(f"{name}: {label} must not require grad, as {name} has no backward: use torch.no_grad()")
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::attention_partial", mutates_args=("out", "lse", "result"))

@@ -51,7 +51,7 @@ def flash_forward(
     """Implements aten::_scaled_dot_product_flash_attention. Raises RuntimeError for dropout, a debug mask, and a causal
     mask with more or fewer queries than keys, where PyTorch aligns query 0 with key 0."""
     if return_debug_mask:
-        raise RuntimeError(f"{NAME}: flash attention has no debug mask here")
+        raise RuntimeError(f"{NAME}: return_debug_mask must be False, got True")
     _check(query, key, dropout_p, is_causal)
     out, lse, _ = _forward(query, key, value, _options(query, key, is_causal, scale))
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -87,12 +87,12 @@ def flash_backward(
 
 def _check(query: torch.Tensor, key: torch.Tensor, dropout_p: float, is_causal: bool) -> None:
     if dropout_p:
-        raise RuntimeError(f"{NAME}: flash attention has no dropout here, got dropout_p={dropout_p}")
+        raise RuntimeError(f"{NAME}: dropout_p must be 0, got {dropout_p}")
     if query.dtype not in (torch.float16, torch.bfloat16):
-        raise RuntimeError(f"{NAME}: flash attention takes float16 and bfloat16, got {query.dtype}")
+        raise RuntimeError(f"{NAME}: query must be float16 or bfloat16, got {query.dtype}")
     if is_causal and query.shape[2] != key.shape[2]:
         lengths = f"{query.shape[2]} queries and {key.shape[2]} keys"
-        raise RuntimeError(f"{NAME}: a causal mask needs as many queries as keys here, got {lengths}")
+        raise RuntimeError(f"{NAME}: is_causal requires as many queries as keys, got {lengths}")
 
 
 def _options(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: float | None) -> tuple:

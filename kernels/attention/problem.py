@@ -220,7 +220,7 @@ def hopper_unsupported_reason(problem: Problem) -> str | None:
         return "it does not support a window"
     tiles = problem.all_heads * -(-problem.queries // HOPPER_ROWS)
     if max(tiles, problem.queries + problem.k.shape[2]) >= 2**31:
-        return "it counts tiles and rows in 32 bits, which would overflow"
+        return "its 32-bit indices of tiles and rows would overflow"
     return None
 
 

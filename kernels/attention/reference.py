@@ -30,7 +30,9 @@ def attention_reference(
     batch, heads, queries, dim = q.shape
     kv_heads = k.shape[1]
     if k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, dim) or heads % kv_heads:
-        raise ValueError(f"shapes do not fit: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
+        raise ValueError(
+            f"q, k and v must have matching shapes, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
     keys = k.shape[2] if num_context is None else num_context
     wide = torch.promote_types(q.dtype, torch.float32)
     group = heads // kv_heads

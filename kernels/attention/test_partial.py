@@ -361,7 +361,7 @@ def test_what_is_rejected(device):
         attention_partial(q, k, v, out[:, :1].expand_as(out), lse)
     with pytest.raises(ValueError, match="version must be one of"):
         attention_partial(q, k, v, out, lse, version="triton")
-    with pytest.raises(ValueError, match="dq must be given where result is"):
+    with pytest.raises(ValueError, match="dq must be given with result, got None"):
         attention_partial_backward(dout, q, k, v, out, lse, None, None, None, result=torch.zeros_like(q))
     with pytest.raises(TypeError, match="result must be a tensor of q's dtype"):
         attention_partial_backward(dout, q, k, v, out, lse, out, None, None, result=out.half())

@@ -39,16 +39,16 @@ def test_both_directions(causal):
 @pytest.mark.parametrize(
     ("options", "keys", "words"),
     (
-        (dict(dropout_p=0.1), 8, "no dropout"),
+        (dict(dropout_p=0.1), 8, "dropout_p must be 0"),
         (dict(is_causal=True), 9, "as many queries as keys"),
-        (dict(return_debug_mask=True), 8, "no debug mask"),
+        (dict(return_debug_mask=True), 8, "return_debug_mask must be False"),
     ),
 )
 def test_what_is_not_taken(options, keys, words):
     q, k = torch.zeros(1, 1, 8, 16, dtype=torch.float16), torch.zeros(1, 1, keys, 16, dtype=torch.float16)
     with pytest.raises(RuntimeError, match=words):
         op_sdpa.flash_forward(q, k, k, **options)
-    with pytest.raises(RuntimeError, match="takes float16 and bfloat16"):
+    with pytest.raises(RuntimeError, match="query must be float16 or bfloat16"):
         op_sdpa.flash_forward(q.float(), k.float(), k.float())
 
 

@@ -53,7 +53,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int) -
     if v.shape != k.shape:
         raise ValueError(f"{name}: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{name}: q's {q.shape[1]} heads must be a multiple of k's, which has {k.shape[1]}")
+        raise ValueError(f"{name}: q must have a multiple of k's {k.shape[1]} heads, got {q.shape[1]}")
     check_block_size(block_size)
     runnable(name, "q", q)
 
@@ -98,8 +98,8 @@ def _table(index: BlockIndex, q: torch.Tensor, keys: int, block_size: int, causa
     made, wanted = index[1:], (q.shape[2], keys, block_size, causal)
     if made != wanted:
         raise ValueError(
-            f"block_sparse_attention: block_mask is an index made for (queries, keys, block_size, causal) = {made}, "
-            f"got a call for {wanted}"
+            f"block_sparse_attention: block_mask must be an index for (queries, keys, block_size, causal) = "
+            f"{wanted}, got one for {made}"
         )
     table = index.table
     if table.device != q.device:

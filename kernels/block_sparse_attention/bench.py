@@ -219,20 +219,20 @@ def _fits(case: Case, mode: str) -> str | None:
     """Returns why the reference is no baseline, or None: too large a problem is computed in chunks, and recomputed in
     the backward."""
     scores = case.dims["batch"] * case.dims["kv_heads"] * case.dims["group"] * case.dims["queries"] * case.dims["keys"]
-    return f"the scores alone would be {4 * scores / 1e9:.0f} GB" if scores > MOST_SCORES else None
+    return f"needs {4 * scores / 1e9:.0f} GB for the score matrix" if scores > MOST_SCORES else None
 
 
 def _prepared(case: Case, mode: str) -> str | None:
-    return None if case.bench else "keeps what it made of the first mask, and this case's masks differ"
+    return None if case.bench else "prepares the first mask only, but here each call has another"
 
 
 def _unbiased(case: Case, mode: str) -> str | None:
-    return "has no bias to differentiate" if case.params.get("bias") and mode == "bwd" else None
+    return "does not support the gradient of block_bias" if case.params.get("bias") and mode == "bwd" else None
 
 
 def _dense_takes(case: Case, mode: str) -> str | None:
     if case.params.get("causal") and case.dims["queries"] != case.dims["keys"]:
-        return "aligns a causal mask at the top left"
+        return "aligns a causal mask to the top left, not the bottom right"
     return _unbiased(case, mode)
 
 
@@ -300,9 +300,9 @@ def _flex_flash_takes(case: Case, mode: str) -> str | None:
     if reason := _prepared(case, mode):
         return reason
     if mode == "bwd" and case.params.get("bias"):
-        return "differentiates no bias"
+        return "does not support the gradient of block_bias"
     small = case.params.get("block_size", 128) != 128
-    return "its backward takes blocks of 128 keys" if mode == "bwd" and small else None
+    return "its backward requires blocks of 128" if mode == "bwd" and small else None
 
 
 def _masked_sdpa() -> Op:
@@ -323,7 +323,7 @@ def _masked_sdpa() -> Op:
 
 
 def _masked_sdpa_takes(case: Case, mode: str) -> str | None:
-    return "not written with a bias" if case.params.get("bias") else _prepared(case, mode)
+    return "not implemented with block_bias" if case.params.get("bias") else _prepared(case, mode)
 
 
 def _leading(mask: torch.Tensor) -> tuple[int, int]:
@@ -389,7 +389,7 @@ def _backward_versions(case: Case) -> tuple[str, ...]:
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     one = (implementation, mode) == ("triton", "bwd") and not _has_two_backwards(case)
-    return "its backward is that of auto" if one else None
+    return "same backward as auto" if one else None
 
 
 def _tiles(case: Case, stages: tuple[int, ...]) -> list[configs.Config]:

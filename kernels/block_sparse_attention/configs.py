@@ -69,13 +69,13 @@ def pick_cuda_section(keys: int, dim: int, group: int, heads: int) -> int:
 
 
 def pick_forward(version: str, hopper: str = "") -> str:
-    """Returns the version of the forward that runs. `hopper`: "cuda" if that supports the problem, else ""."""
+    """The version of the forward that runs. `hopper`: "cuda" if that supports the problem, else ""."""
     return version if version != "auto" else hopper or "portable"
 
 
 def pick_backward(version: str, hopper: str = "", deterministic: bool = False) -> str:
-    """Returns the version of the backward that runs. `hopper`: "cuda" if that supports the problem, else "".
-    `deterministic`: dq must be deterministic, which that of "cuda" is not."""
+    """The version of the backward that runs. `hopper`: "cuda" if that supports the problem, else "". `deterministic`:
+    dq must be deterministic; that of "cuda" is not."""
     if version != "auto":
         return version
     return hopper if hopper and not deterministic else "portable"

@@ -28,7 +28,9 @@ def block_sparse_attention_reference(
     batch, heads, queries, dim = q.shape
     keys, kv_heads = k.shape[2], k.shape[1]
     if k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, dim) or heads % kv_heads:
-        raise ValueError(f"shapes do not fit: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
+        raise ValueError(
+            f"q, k and v must have matching shapes, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
     rows, columns = -(-queries // block_size), -(-keys // block_size)
     for tensor in (block_mask, block_bias):
         if tensor is not None and tensor.shape[-2:] != (rows, columns):

@@ -293,7 +293,7 @@ def test_the_reference_in_pieces(monkeypatch):
         (dict(q=lambda t: t[0]), {}, ValueError, r"q must be \[B, H, S, D\]"),
         (dict(k=lambda t: t[..., :8]), {}, ValueError, "k must be .* like q"),
         (dict(v=lambda t: t[:, :, :3]), {}, ValueError, "v must have k's shape"),
-        (dict(q=lambda t: t[:, :1]), {}, ValueError, "q's 1 heads must be a multiple of k's, which has 2"),
+        (dict(q=lambda t: t[:, :1]), {}, ValueError, "q must have a multiple of k's 2 heads, got 1"),
         (dict(v=lambda t: t.to("meta")), {}, ValueError, "v must be on q's device"),
         (
             dict(block_mask=lambda t: t.float()),
@@ -327,8 +327,8 @@ def test_says_what_is_wrong_with_an_index():
     made = block_index(random_mask(3, 2, 3), 70, 130, **SMALL)
     for other, options, words in (
         (made, SMALL, "index for .* 2 or 1 heads, got one for 1 and 3"),
-        (made, dict(block_size=64, causal=True), r"made for .* = \(70, 130, 64, False\), got a call for .*True"),
-        (made, {}, "got a call for"),
+        (made, dict(block_size=64, causal=True), r"for .* = \(70, 130, 64, True\), got one for .*False"),
+        (made, {}, "got one for"),
         (BlockIndex(made.table.to("meta"), *made[1:]), SMALL, "block_mask must be on q's device"),
     ):
         with pytest.raises(ValueError, match=words):

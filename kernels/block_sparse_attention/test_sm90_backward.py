@@ -55,7 +55,7 @@ def test_unsupported_reasons(hopper):  # noqa: F811
     for dim, dtype in itertools.product(DIMS, (torch.float16, torch.bfloat16)):
         assert reason(dim, dtype) is None
     assert reason(block=64) == "it supports blocks of 128, not 64"
-    assert reason(bias=True) == "it does not support a bias of blocks"
+    assert reason(bias=True) == "it does not support block_bias"
     assert reason(dim=80) == "it supports head dimensions 64 and 128, not 80"
     assert reason(dtype=torch.float32) == "it supports float16 and bfloat16, not torch.float32"
 
@@ -221,5 +221,5 @@ def test_the_deterministic_mode_picks_a_repeatable_backward():
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(picked, portable, strict=True))
-    with pytest.raises(RuntimeError, match='backward="cuda" cannot run here: it does not support a bias of blocks'):
+    with pytest.raises(RuntimeError, match='backward="cuda" cannot run here: it does not support block_bias'):
         everything(block_sparse_attention, [*leaves, normal(*mask.shape)], mask, backward="cuda")

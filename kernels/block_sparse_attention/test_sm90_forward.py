@@ -62,11 +62,11 @@ def test_unsupported_reasons(hopper, monkeypatch):
     assert reason(change=lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)) is None  # [B, S, H, D]
     assert reason(dim=80) == "it supports head dimensions 64 and 128, not 80"
     assert reason(dtype=torch.float32) == "it supports float16 and bfloat16, not torch.float32"
-    unaligned = "TMA needs rows, heads and batches on 16-byte boundaries"
+    unaligned = "it requires rows, heads and batches on 16-byte boundaries, for TMA"
     assert reason(change=lambda t: F.pad(t, (0, 3))[..., :64]) == unaligned
     assert reason(change=lambda t: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape)) == unaligned
-    monkeypatch.setattr(cuda_driver, "no_compiler", lambda: "it is compiled by NVRTC, which comes with CuPy")
-    assert reason() == "it is compiled by NVRTC, which comes with CuPy"
+    monkeypatch.setattr(cuda_driver, "no_compiler", lambda: "it is compiled by NVRTC through CuPy")
+    assert reason() == "it is compiled by NVRTC through CuPy"
     monkeypatch.setattr(problems.Problem, "capability", lambda self: (10, 0))
     assert reason() == "it needs a GPU of compute capability 9.0 (Hopper)"
 

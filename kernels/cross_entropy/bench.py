@@ -134,7 +134,7 @@ def _torch():
 
 def _torch_supports(case: Case, mode: str) -> str | None:
     unknown = {"grad_in_forward", "softcap", "z_loss", "return_lse", "return_z_loss"} & set(case.params)
-    return f"has no {', '.join(sorted(unknown))}" if unknown else None
+    return f"does not support {', '.join(sorted(unknown))}" if unknown else None
 
 
 def _liger():
@@ -152,7 +152,7 @@ def _liger():
 
 def _liger_supports(case: Case, mode: str) -> str | None:
     if mode == "bwd":
-        return "makes the gradient in the forward, in place: see the cases in place"
+        return "computes the gradient in the forward, in place: see the inplace cases"
     unknown = set(case.params) - {"with_grad", "softcap", "reduction"}
     return f"not compared with {', '.join(sorted(unknown))}" if unknown else None
 
@@ -197,9 +197,13 @@ def _quack_one_pass():
 def _quack_supports(with_grad: bool) -> Callable[[Case, str], str | None]:
     def supports(case: Case, mode: str) -> str | None:
         if unknown := case.params.keys() - {"with_grad"}:
-            return f"has no {', '.join(sorted(unknown))}"
+            return f"does not support {', '.join(sorted(unknown))}"
         if with_grad:
-            return None if case.params.get("with_grad") else "makes the gradient too: for the cases in place"
+            return (
+                None
+                if case.params.get("with_grad")
+                else "computes the gradient too: compared only in the inplace cases"
+            )
         return "see quack-one-pass and quack-two-pass" if case.params.get("with_grad") else None
 
     return supports
@@ -261,19 +265,19 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
     if implementation != "cuda":
         return None
     if not case.params.get("with_grad"):
-        return "CUDA C++ has the loss together with its gradient alone"
+        return "supports only the loss together with its gradient"
     if case.params.get("weight") or case.params.get("softcap"):
-        return "CUDA C++ takes neither weights of the classes nor a softcap"
+        return "does not support class weights or softcap"
     whole = vectors.is_integer() and cluster.NARROWEST <= vectors <= cluster.WIDEST
-    return None if whole else "CUDA C++ takes rows of more than 32 and up to 512 KiB on 16-byte boundaries"
+    return None if whole else "requires rows of more than 32 and up to 512 KiB on 16-byte boundaries"
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     """For "cuda" always a reason: the generic checks try layouts that it does not support."""
     if implementation == "cuda":
-        return "it is what auto takes"
+        return "same version as auto"
     if implementation == "triton" and _unsupported_reason("cuda", case, mode):
-        return "it is what auto takes"
+        return "same version as auto"
     return None
 
 

@@ -29,13 +29,13 @@ def unsupported_reason(
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     narrowest, widest = (vectors * 16 // dtype.itemsize for vectors in (NARROWEST, WIDEST))
     if not narrowest <= vocab <= widest:
-        return f"it takes rows of {narrowest} to {widest} columns, not {vocab}"
+        return f"it supports rows of {narrowest} to {widest} columns, not {vocab}"
     if layout != "aligned":
-        return "it wants rows that begin and end on 16-byte boundaries"
+        return "it requires rows that begin and end on 16-byte boundaries"
     if weighted:
-        return "it takes no weights of the classes: they would have to be held beside the row, in as many registers"
+        return "it does not support class weights: they would take as many registers as the row itself"
     if softcap:
-        return "it takes no softcap, which the special function units bound and not memory"
+        return "it does not support softcap, with which the special function units are the limit, not memory"
     return cuda_driver.no_compiler()
 
 

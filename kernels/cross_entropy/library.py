@@ -171,7 +171,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
-        raise RuntimeError("cross_entropy: with grad_in_forward=True there is no second derivative")
+        raise RuntimeError("cross_entropy: double backward is not supported with grad_in_forward=True")
 
 
 def scaled(grad: torch.Tensor, g_loss: torch.Tensor | None) -> torch.Tensor | None:

@@ -80,7 +80,7 @@ def _check_tensors(logits, target, weight) -> None:
                 f"cross_entropy: weight must be [{logits.shape[-1]}] like logits' rows, got {tuple(weight.shape)}"
             )
         if weight.requires_grad:
-            raise ValueError("cross_entropy: weight must not require a gradient, for it is not differentiated")
+            raise ValueError("cross_entropy: weight must not require grad, as no gradient is defined for it: detach it")
     for name, tensor in (("target", target), ("weight", weight)):
         if tensor is not None and tensor.device != logits.device:
             raise ValueError(f"cross_entropy: {name} must be on logits' device {logits.device}, got {tensor.device}")
@@ -90,6 +90,6 @@ def check_inplace(logits: torch.Tensor) -> None:
     """Raises ValueError for logits that a gradient cannot overwrite, as several elements share memory."""
     if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
         raise ValueError(
-            "cross_entropy: inplace needs logits whose elements do not share memory, "
+            "cross_entropy: logits must not overlap in memory with inplace=True, "
             f"got strides {tuple(logits.stride())} for shape {tuple(logits.shape)}"
         )

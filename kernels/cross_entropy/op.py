@@ -66,7 +66,7 @@ def cross_entropy(
     z-loss: PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5). softcap: Gemma 2 (arXiv:2408.00118).
     """
     if backend == "cuda" and not grad_in_forward:
-        raise RuntimeError('cross_entropy: backend="cuda" cannot run here: it needs grad_in_forward')
+        raise RuntimeError('cross_entropy: backend="cuda" cannot run here: it requires grad_in_forward=True')
     wanted = torch.is_grad_enabled() and isinstance(logits, torch.Tensor) and logits.requires_grad
     options = label_smoothing, reduction, z_loss, softcap, return_z_loss, return_lse
     ready = grad_in_forward and wanted
@@ -87,7 +87,7 @@ def cross_entropy(
     return _asked(out, z, lse)
 
 
-_LEAF = "cross_entropy: inplace needs logits that are not a leaf of the graph, got one"
+_LEAF = "cross_entropy: logits must not be a leaf that requires grad with inplace=True, got one"
 
 
 def cross_entropy_and_grad(

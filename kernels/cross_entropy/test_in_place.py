@@ -121,9 +121,9 @@ def test_the_gradient_in_the_forward_compiles(inplace, reduction):
 
 def test_what_cannot_be_overwritten_is_refused():
     logits, target = batch(3, 8)
-    with pytest.raises(ValueError, match="inplace needs logits that are not a leaf"):
+    with pytest.raises(ValueError, match="logits must not be a leaf that requires grad"):
         cross_entropy(logits.requires_grad_(), target, inplace=True)
-    with pytest.raises(ValueError, match="inplace needs logits whose elements do not share memory"):
+    with pytest.raises(ValueError, match="logits must not overlap in memory"):
         cross_entropy_and_grad(logits.detach()[:1].expand(3, 8), target, inplace=True)
 
 

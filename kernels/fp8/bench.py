@@ -164,9 +164,9 @@ def _torch_supports(case: Case, mode: str) -> str | None:
     rows, dim = case.dims["rows"], case.dims["dim"]
     height, width = _block(rows, dim, case.params["granularity"])
     if not rows * dim or rows % height or dim % width or (case.params.get("transpose") and rows % width):
-        return "needs whole blocks"
+        return "requires sizes that are multiples of the block"
     given = case.params.get("scale") and case.params.get("transpose")
-    return "not written for this layout of scales" if given or case.params.get("mn_major_scales") else None
+    return "not implemented for this layout of scales" if given or case.params.get("mn_major_scales") else None
 
 
 SPEC = KernelSpec(

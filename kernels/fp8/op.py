@@ -216,9 +216,11 @@ def _check(
     _one_of("fp8", "scale_format", scale_format, SCALE_FORMATS)
     if mn_major_scales and (granularity != "1x128" or scale_format == "e8m0"):
         wrong = f"granularity {granularity!r} and scale_format {scale_format!r}"
-        raise ValueError(f"fp8: mn_major_scales must go with granularity '1x128' and scales in fp32, got {wrong}")
+        raise ValueError(
+            f"fp8: mn_major_scales requires granularity '1x128' and a scale_format other than 'e8m0', got {wrong}"
+        )
     if return_amax and granularity != "tensor":
-        raise ValueError(f"fp8: return_amax must go with granularity 'tensor', got {granularity!r}")
+        raise ValueError(f"fp8: return_amax requires granularity 'tensor', got {granularity!r}")
     runnable("fp8", "x", x)
 
 
@@ -233,14 +235,14 @@ def _check_place(function: str, scale: torch.Tensor, of: torch.Tensor, granulari
         wanted = f"{list(scale_shape(of.shape, granularity))} for granularity {granularity!r}"
         raise ValueError(f"{function}: scale must be {wanted}, got {list(scale.shape)}")
     if scale.device != of.device:
-        raise ValueError(f"{function}: scale must be on {of.device} like what it scales, got {scale.device}")
+        raise ValueError(f"{function}: scale must be on the quantised tensor's device {of.device}, got {scale.device}")
 
 
 def _check_transposable(granularity: str, transpose: bool) -> None:
     if transpose and granularity not in ("tensor", "128x128"):
         raise ValueError(
-            f"fp8: scale must not be given with transpose for granularity {granularity!r}: "
-            "x's is not that of its transpose"
+            f"fp8: scale must be None with transpose=True and granularity {granularity!r}, as x and its transpose have "
+            "different scales"
         )
 
 

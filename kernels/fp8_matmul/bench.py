@@ -270,14 +270,14 @@ def _timed(case: Case) -> bool:
 
 def _torch_takes(case: Case, mode: str) -> str | None:
     if not _timed(case):
-        return "compared where it is timed"
+        return "compared only in the timed cases"
     return None
 
 
 def _deep_gemm_takes(case: Case, mode: str) -> str | None:
     if not _timed(case):
-        return "compared where it is timed"
-    return None if case.params["scaling"] == SQUARE else "compared with scales of 1x128 and 128x128"
+        return "compared only in the timed cases"
+    return None if case.params["scaling"] == SQUARE else "compared only with 1x128 scales of a and 128x128 scales of b"
 
 
 def _dense() -> Callable[..., torch.Tensor]:
@@ -355,7 +355,7 @@ def _few_candidates(case: Case) -> list[configs.FewConfig]:
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     chosen = configs.pick_backend("auto", possible=True)
-    return "it is what auto takes" if implementation == chosen else None
+    return "same version as auto" if implementation == chosen else None
 
 
 ALONE = tuple(case for case in CASES if case.bench and not case.params.get("quantise"))

@@ -98,7 +98,7 @@ def _check(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, backend) -> None
     if scaling is None:
         got = f"{list(scale_a.shape)} and {list(scale_b.shape)}"
         wanted = expected(rows, b.shape[0], depth)
-        raise ValueError(f"fp8_matmul: scale_a and scale_b must be one of these pairs: {wanted}; got {got}")
+        raise ValueError(f"fp8_matmul: scale_a and scale_b must have one of these pairs of shapes: {wanted}; got {got}")
     if bias is not None:
         if not isinstance(bias, torch.Tensor) or bias.dtype not in FLOATS:
             raise TypeError(f"fp8_matmul: bias must be a tensor of float32, float16 or bfloat16, got {kind(bias)}")
@@ -120,7 +120,7 @@ def _check_options(scaling, out_dtype, fast_accum, backend) -> None:
     if not isinstance(fast_accum, bool):
         raise TypeError(f"fp8_matmul: fast_accum must be a bool, got {kind(fast_accum)}")
     if fast_accum and scaling not in ("tensor", "row"):
-        raise ValueError("fp8_matmul: fast_accum must be False with scales of blocks, which are applied every 128 of k")
+        raise ValueError("fp8_matmul: fast_accum must be False with block scales, which are applied per K-block of 128")
     if backend not in BACKENDS:
         raise ValueError(f"fp8_matmul: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
 

@@ -39,7 +39,7 @@ def _by_blocks(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b:
     blocks = -(-depth // BLOCK)
     of_blocks = (-(-cols // BLOCK), blocks)
     if scale_a.shape != (rows, blocks) or scale_b.shape not in (of_blocks, (cols, blocks)):
-        raise ValueError(f"scales of shapes {list(scale_a.shape)} and {list(scale_b.shape)} do not fit")
+        raise ValueError(f"scale_a and scale_b must fit a and b, got {list(scale_a.shape)} and {list(scale_b.shape)}")
     if scale_b.shape == of_blocks:
         scale_b = scale_b.repeat_interleave(BLOCK, 0)[:cols]
     y = a.new_zeros(rows, cols)

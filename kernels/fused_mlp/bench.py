@@ -173,10 +173,8 @@ def _padded(function: Op) -> Op:
 
 def _padded_supports(case: Case, mode: str) -> str | None:
     if case.params.get("biased") or case in SMALL + ON_GPU:
-        return "is for the timed cases"
-    return (
-        None if case.dims["hidden"] % 128 else "the hidden is a multiple of 128, so that it would be eager or compile"
-    )
+        return "compared only in the timed cases"
+    return None if case.dims["hidden"] % 128 else "hidden needs no padding, so this equals eager or compile"
 
 
 def _quack() -> Op:
@@ -204,8 +202,8 @@ def _quack() -> Op:
 def _quack_supports(case: Case, mode: str) -> str | None:
     """Why QuACK cannot run a case, or None. It requires rows of whole 16-byte vectors; the hidden is padded for it."""
     if case.params.get("biased") or case in SMALL + ON_GPU:
-        return "is for the timed cases"
-    return "has no exact GELU" if case.params["activation"] == "gelu" else None
+        return "compared only in the timed cases"
+    return "does not support the exact GELU" if case.params["activation"] == "gelu" else None
 
 
 def _backend(case: Case) -> str | None:
@@ -219,17 +217,17 @@ def _backend(case: Case) -> str | None:
 
 def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation == "fused" and case.dims["dim_out"] > configs.MAX_FUSED_OUT:
-        return f"it keeps at most {configs.MAX_FUSED_OUT} columns of y in registers"
+        return f"supports at most {configs.MAX_FUSED_OUT} columns of y, which it keeps in registers"
     if implementation == "narrow" and max(case.dims["dim"], case.dims["dim_out"]) > configs.MAX_NARROW:
-        return f"it keeps at most {configs.MAX_NARROW} terms of a row in registers"
-    return "it takes 16-bit dtypes" if implementation in ("cuda", "narrow") and case.dtype == FP32 else None
+        return f"supports at most {configs.MAX_NARROW} columns of x and y, which it keeps in registers"
+    return "supports only float16 and bfloat16" if implementation in ("cuda", "narrow") and case.dtype == FP32 else None
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation == _backend(case):
-        return "it is what auto takes here"
+        return "same version as auto"
     # In mode "bwd" the checks also run the forward, which "auto" computes by each version for some cases.
-    return "the backward is the same" if implementation in ("fused", "two_gemms") and mode == "bwd" else None
+    return "same backward as auto" if implementation in ("fused", "two_gemms") and mode == "bwd" else None
 
 
 def _product_candidates(case: Case) -> list[configs.ProductConfig]:

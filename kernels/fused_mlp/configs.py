@@ -149,14 +149,14 @@ class Versions:
 
 
 def pick_versions(backend: str, rows: int, dim: int, hidden: int, dtype: torch.dtype, hopper: bool) -> Versions:
-    """The versions of the GEMMs. Pure. `hopper`: products.cu can run.
+    """The version of each GEMM. Pure. `hopper`: the GEMMs in CUDA C++ (products.cu) support the problem.
 
-    Measured on one H200: on wide models products.cu with an activation takes as long as cuBLAS without one. Without one
-    it takes 1 % less than cuBLAS for y and x's gradient (0.96 to 1.13 times as fast) and 9 % less for a weight's (1.02
-    to 1.19). With K = 512 cuBLAS is 7 % faster for y, and 1.7 times for a weight's gradient; from 1024 rows on, and
-    followed by an elementwise kernel over the hidden layer, also with an activation. For few rows it takes 2 to 4 us
-    less than Triton. But it requires a hidden dimension of whole vectors: otherwise the hidden is padded by additional
-    launches, whose host time dominates for few rows.
+    Measured on one H200. Wide models: products.cu with an activation takes as long as cuBLAS without one; without one
+    it takes 1 % less time than cuBLAS for y and x's gradient (0.96 to 1.13 times as fast), and 9 % less for a weight's
+    gradient (1.02 to 1.19). K = 512: cuBLAS is 7 % faster for y, and 1.7 times as fast for a weight's gradient; from
+    1024 rows on it is also faster with an activation, which is then an elementwise kernel over the hidden layer. Few
+    rows: cuBLAS takes 2 to 4 us less than Triton, but the hidden dimension must be a multiple of 16 (PITCH):
+    otherwise further launches pad it, and their host time dominates.
     """
     if backend != "auto":
         narrow = backend == "narrow"

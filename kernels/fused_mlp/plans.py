@@ -58,7 +58,7 @@ def fwd_plan(
     (rows, dim), hidden, dim_out = flat.shape, w1.shape[0], w2.shape[0]
     if backend == "fused" and dim_out > configs.MAX_FUSED_OUT:
         most = f"at most {configs.MAX_FUSED_OUT} rows of w2"
-        raise RuntimeError(f'fused_mlp: backend="fused" cannot run here: it takes {most}, got {dim_out}')
+        raise RuntimeError(f'fused_mlp: backend="fused" cannot run here: it supports {most}, got {dim_out}')
     missing = products.missing(x) if backend in ("auto", "cuda", "narrow") else None
     if missing and backend != "auto":
         raise RuntimeError(f'fused_mlp: backend="{backend}" cannot run here: {missing}')

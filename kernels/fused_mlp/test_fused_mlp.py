@@ -267,7 +267,9 @@ def test_says_what_is_wrong() -> None:
     for error, message, change in wrong:
         with pytest.raises(error, match=message):
             fused_mlp(**{**tensors, **change})
-    with pytest.raises(RuntimeError, match='backend="fused" cannot run here: it takes at most 512 rows of w2, got 513'):
+    with pytest.raises(
+        RuntimeError, match='backend="fused" cannot run here: it supports at most 512 rows of w2, got 513'
+    ):
         fused_mlp(**operands(2, 3, 4, 513), backend="fused")
 
 

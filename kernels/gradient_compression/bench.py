@@ -335,17 +335,19 @@ def _several(dtypes: tuple[torch.dtype, ...]) -> Callable[[Case, str], str | Non
 
     def supports(case: Case, mode: str) -> str | None:
         if case.world_size == 1:
-            return "nothing is sent by one GPU"
+            return "one GPU sends nothing"
         if case.params.get("feedback"):
-            return "keeps no residual"
-        return None if case.dtype in dtypes else f"not for gradients in {str(case.dtype).removeprefix('torch.')}"
+            return "does not support error feedback (a residual)"
+        return (
+            None if case.dtype in dtypes else f"does not support gradients in {str(case.dtype).removeprefix('torch.')}"
+        )
 
     return supports
 
 
 def _on_nccl(case: Case, mode: str) -> str | None:
     """The reason why a case cannot run: quantization_pertensor_hook supports only the futures of NCCL."""
-    return _several((FP32,))(case, mode) or (None if case.bench else "takes NCCL alone")
+    return _several((FP32,))(case, mode) or (None if case.bench else "requires NCCL")
 
 
 PEERS = (
@@ -363,8 +365,8 @@ def _alias(implementation: str, case: Case, mode: str) -> str | None:
     if implementation != "collectives":
         return None
     if case.world_size == 1:
-        return "nothing is sent by one GPU"
-    return "with P2P disabled `auto` takes them too" if case.params.get("slow") else None
+        return "one GPU sends nothing"
+    return "same version as auto, since P2P is disabled" if case.params.get("slow") else None
 
 
 def _candidates(case: Case) -> list[configs.Config]:

@@ -91,16 +91,16 @@ def _check(tensor: torch.Tensor, residual: torch.Tensor | None, compression: str
             raise TypeError(f"gradient_compression: {name} must be {wanted}, got {kind(value)}")
     if residual is not None and residual.shape != tensor.shape:
         shapes = f"{tuple(tensor.shape)}, got {tuple(residual.shape)}"
-        raise ValueError(f"gradient_compression: residual must have the shape of tensor, {shapes}")
+        raise ValueError(f"gradient_compression: residual must have tensor's shape {shapes}")
     if residual is not None and residual.device != tensor.device:
         devices = f"{tensor.device}, got {residual.device}"
-        raise ValueError(f"gradient_compression: residual must be on the device of tensor, {devices}")
+        raise ValueError(f"gradient_compression: residual must be on tensor's device {devices}")
     for name, option, known in (("kind", compression, KINDS), ("transport", transport, TRANSPORTS)):
         if option not in known:
             wanted = ", ".join(map(repr, known))
             raise ValueError(f"gradient_compression: {name} must be one of {wanted}, got {option!r}")
     if transport == "peers" and not tensor.is_cuda:
-        raise ValueError(f"gradient_compression: transport 'peers' must have tensor on a GPU, got {tensor.device}")
+        raise ValueError(f"gradient_compression: tensor must be on a GPU with transport 'peers', got {tensor.device}")
     runnable("gradient_compression", "tensor", tensor)
 
 

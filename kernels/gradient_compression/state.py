@@ -57,10 +57,12 @@ class CompressState:
             if option not in known:
                 raise ValueError(f"CompressState: {name} must be one of {', '.join(known)}, got {option!r}")
         if not 0 < ratio <= 1:
-            raise ValueError(f"CompressState: ratio must be over 0 and at most 1, got {ratio}")
+            raise ValueError(f"CompressState: ratio must be in (0, 1], got {ratio}")
         if rank < 1 or warmup_steps < 0 or min_numel < 0:
             numbers = f"rank {rank}, warmup_steps {warmup_steps}, min_numel {min_numel}"
-            raise ValueError(f"CompressState: rank must be at least 1, the others at least 0, got {numbers}")
+            raise ValueError(
+                f"CompressState: rank must be at least 1, warmup_steps and min_numel at least 0, got {numbers}"
+            )
         self.group, self.transport = group, transport
         self.error_feedback, self.min_numel = error_feedback, min_numel
         self.ratio, self.rank, self.warmup_steps = ratio, rank, warmup_steps

@@ -227,7 +227,7 @@ def test_break_even():
     [
         (dict(kind="int3"), "kind must be one of"),
         (dict(transport="pigeon"), "transport must be one of"),
-        (dict(residual=torch.zeros(3, device=DEVICE)), "residual must have the shape"),
+        (dict(residual=torch.zeros(3, device=DEVICE)), "residual must have tensor.s shape"),
         (dict(residual="none"), "residual must be a tensor"),
     ],
 )

@@ -238,20 +238,22 @@ def _deep_gemm() -> Op:
 
 def _fixed(case: Case, mode: str) -> str | None:
     """For peers that preprocess the offsets once, as a model would for its forward and backward."""
-    return None if case.bench or case in HOST_CASES else "offsets differ from call to call, and it reads them once"
+    return None if case.bench or case in HOST_CASES else "reads the offsets once, but here each call has others"
 
 
 def _aligned(case: Case, mode: str) -> str | None:
     if mode != "fwd":
-        return "has a forward alone"
+        return "has no backward"
     if reason := _fixed(case, mode):
         return reason
-    return "its groups begin at multiples of 128 rows" if any(size % 128 for size in group_sizes(case)) else None
+    return (
+        "requires groups that begin at multiples of 128 rows" if any(size % 128 for size in group_sizes(case)) else None
+    )
 
 
 def _takes(case: Case, mode: str) -> str | None:
     """For peers that require bf16 in rows of whole 16-byte vectors, no bias, and no rows past the last offset."""
-    return None if case.bench or case in HOST_CASES else "leaves rows behind the last offset, and has no bias"
+    return None if case.bench or case in HOST_CASES else "does not support rows past the last offset, or a bias"
 
 
 def _rows_candidates(case: Case) -> list[configs.RowsConfig]:
@@ -295,7 +297,7 @@ def _in_cuda(case: Case) -> bool:
 
 def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation == "cuda" and not _in_cuda(case):
-        return "it takes 16-bit dtypes, multiples of 8 and groups of more than 64 rows on average"
+        return "requires a 16-bit dtype, N and K multiples of 8, and more than 64 rows per group on average"
     return None
 
 
@@ -304,8 +306,8 @@ def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation == "triton":
         d = case.dims
         wide = case.dtype != FP32 and d["rows"] > 64 * d["groups"] and d["n"] % 8 == d["k"] % 8 == 0
-        return None if wide else "it is what auto takes"
-    return "it is checked by tests of its own; auto takes it where it can" if implementation == "cuda" else None
+        return None if wide else "same version as auto"
+    return "checked by its own tests, and timed as auto where auto selects it" if implementation == "cuda" else None
 
 
 WHOLE = tuple(case for case in CASES if case.bench and not case.modes)

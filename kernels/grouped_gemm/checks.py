@@ -30,7 +30,7 @@ def no_tangent(op: str, *tensors: torch.Tensor | None) -> None:
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise NotImplementedError(f"{op}: has no forward-mode derivative")
+        raise NotImplementedError(f"{op}: forward-mode automatic differentiation is not supported")
 
 
 def no_gradient(op: str, **inputs: object) -> None:
@@ -38,6 +38,6 @@ def no_gradient(op: str, **inputs: object) -> None:
     for name, tensor in inputs.items() if torch.is_grad_enabled() else ():
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             raise RuntimeError(
-                f"{op}: {name} requires a gradient, and none is defined: call it on detached tensors, inside an "
-                "autograd.Function or under torch.no_grad()"
+                f"{op}: {name} must not require grad, as no gradient is defined for it: detach it, or call {op} under "
+                "torch.no_grad() or inside an autograd.Function"
             )

@@ -69,13 +69,13 @@ class BiasConfig:
 
 
 def pick_backend(backend: str) -> str:
-    """The version of a GEMM: "triton", "cuda" or, for "auto", "where it can": CUDA C++ where it can run, else
+    """The version of a GEMM: "triton", "cuda" or, for "auto", "where it can": CUDA C++ if it supports the problem, else
     Triton. Pure.
 
     In explorations on one H200 (EXPERIMENTS.md) CUDA C++ took less time than Triton in the forward and, with groups of
-    equal sizes or sizes that follow Zipf's law, for the weights' gradient. If one group has all rows, the gradient took
-    2 % less with 128 groups and 12 % more with 64. That case cannot be excluded: only the offsets show it, and the host
-    does not read them.
+    equal sizes or sizes that follow Zipf's law, for the weights' gradient. With all rows in one group, the gradient
+    took 2 % less with 128 groups and 12 % more with 64. "auto" cannot exclude that case: only the offsets show it,
+    which the host does not read.
     """
     return "where it can" if backend == "auto" else backend
 

@@ -73,13 +73,13 @@ def test_what_it_takes() -> None:
     assert rows(x, weights) == missing
     assert rows(x, weights.mT.contiguous().mT) == missing
     assert "compute capability 9.0" in str(rows(x, weights, capability=(8, 0)))
-    assert "groups of more than 64 rows" in str(rows(x, weights, block_m=64))
+    assert "more than 64 rows per group" in str(rows(x, weights, block_m=64))
     assert "float16 and bfloat16" in str(rows(x.float(), weights.float()))
-    assert "no empty tensors" in str(rows(x[:0], weights))
-    assert "rows that are contiguous" in str(rows(x.mT.contiguous().mT, weights))
+    assert "empty tensors" in str(rows(x[:0], weights))
+    assert "contiguous rows" in str(rows(x.mT.contiguous().mT, weights))
     assert "on 16-byte boundaries" in str(rows(torch.randn(512, 72).half()[:, 1:65], weights))
     for a, b in ((x[:, :60], weights[:, :, :60]), (x[:1].expand(512, 64), weights), (x, weights[:, :70])):
-        assert "of whole 16 bytes" in str(rows(a, b))
+        assert "multiples of 16 bytes" in str(rows(a, b))
 
 
 def test_what_the_gradient_of_weights_takes() -> None:

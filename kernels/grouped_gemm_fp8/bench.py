@@ -248,12 +248,20 @@ def _deep_gemm() -> Op:
 def _aligned(case: Case, mode: str) -> str | None:
     """For peers that preprocess the offsets once, as a model would."""
     if not case.bench and case not in HOST_CASES:
-        return "compared where it is timed: it reads the offsets once, and they differ from call to call"
-    return "its groups begin at multiples of 128 rows" if any(size % BLOCK for size in group_sizes(case)) else None
+        return "reads the offsets once, but here each call has others"
+    return (
+        "requires groups that begin at multiples of 128 rows"
+        if any(size % BLOCK for size in group_sizes(case))
+        else None
+    )
 
 
 def _deep_gemm_takes(case: Case, mode: str) -> str | None:
-    return "compared in the forward" if case.params["wgrad"] else _aligned(case, mode)
+    return (
+        "compared only in the forward GEMM, not in the weights' gradient"
+        if case.params["wgrad"]
+        else _aligned(case, mode)
+    )
 
 
 def _dense() -> Callable[..., torch.Tensor]:
@@ -283,10 +291,10 @@ def _dense_cost(case: Case, mode: str) -> Cost:
 
 def _timed(case: Case, mode: str) -> str | None:
     if not case.bench and case not in HOST_CASES:
-        return "compared where it is timed"
+        return "compared only in the timed cases"
     # A group of another size fails a device-side assertion, after which the process can run no kernel.
     ragged = case.params["wgrad"] and any(size % 8 for size in group_sizes(case))
-    return "torch's gradient takes groups of 8 rows and multiples" if ragged else None
+    return "its weights' gradient requires groups of a multiple of 8 rows" if ragged else None
 
 
 # The time that the same layer would take in bf16.
@@ -328,7 +336,7 @@ def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     """Equals "auto": Triton for a forward with at most 64 rows a group, else CUDA C++ where it can run."""
     groups, rows, n, k = sizes(case)
     of_cuda = bool(rows and n and k) and (case.params["wgrad"] or rows > 64 * groups)
-    return "it is what auto takes" if implementation == ("cuda" if of_cuda else "triton") else None
+    return "same version as auto" if implementation == ("cuda" if of_cuda else "triton") else None
 
 
 _BENCHED = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)

@@ -55,12 +55,12 @@ class CudaConfig:
 
 
 def pick_backend(backend: str, rows: int, groups: int, of_weights: bool, possible: bool) -> str:
-    """The version that runs; `possible`: CUDA C++ can. Pure.
+    """The version that runs. `possible`: CUDA C++ supports the problem. Pure.
 
-    CUDA C++ has tiles of 128 rows, which groups of up to 64 rows leave half empty or more; Triton has narrower tiles. A
-    weight's gradient has the same tiles whatever the groups are. Measured on one H200 with 8 and 64 groups of 512 and
-    1024 rows: CUDA C++ takes 51 to 67 % of Triton's time in both products. The threshold follows from the size of the
-    tiles; it was not measured.
+    CUDA C++ has tiles of 128 rows, of which groups of up to 64 rows fill at most half; Triton has narrower tiles. The
+    tiles of a weight's gradient do not depend on the groups. Measured on one H200 with 8 and 64 groups of 512 and 1024
+    rows: CUDA C++ takes 51 to 67 % of Triton's time in both GEMMs. The threshold of 64 rows per group follows from the
+    tile size; it was not measured.
     """
     if backend != "auto":
         return backend

@@ -40,7 +40,7 @@ def check_scale(op: str, name: str, scale: Any, shape: tuple[int, ...]) -> None:
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
         raise TypeError(f"{op}: {name} must be a tensor of float32, got {kind(scale)}")
     if scale.shape != shape:
-        raise ValueError(f"{op}: {name} must be {list(shape)}, a scale for 128 elements, got {list(scale.shape)}")
+        raise ValueError(f"{op}: {name} must be {list(shape)}, one scale per 128 elements, got {list(scale.shape)}")
 
 
 def check_offsets(op: str, offsets: Any, groups: int | None) -> None:

@@ -246,7 +246,7 @@ def test_layouts(compiler: None) -> None:
     _agrees({**tensors, "y": tensors["y"][:1].expand(2200), "bias": tensors["bias"].mT.contiguous().mT})
     turned = {**tensors, "w1": tensors["w1"].mT.contiguous().mT}
     _agrees(turned, backend="auto")
-    with pytest.raises(RuntimeError, match='backend="cuda" cannot run here: it takes rows'):
+    with pytest.raises(RuntimeError, match='backend="cuda" cannot run here: it requires non-empty x and w1'):
         heads_gmm(**turned, backend="cuda")
 
 

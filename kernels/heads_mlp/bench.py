@@ -119,7 +119,7 @@ def _padded() -> Op:
 
 
 def _padded_supports(case: Case, mode: str) -> str | None:
-    return None if case in TIMED else "is for the timed cases"
+    return None if case in TIMED else "compared only in the timed cases"
 
 
 def _fwd_candidates(case: Case) -> list[configs.FwdConfig]:
@@ -190,18 +190,18 @@ def _in_cuda(case: Case) -> bool:
 
 def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation == "cuda" and not _in_cuda(case):
-        return "it takes 16-bit dtypes, and up to 512 columns of x, in multiples of 8, and 8 of y"
+        return "requires a 16-bit dtype, at most 512 columns of x, a multiple of 8, and at most 8 columns of y"
     return None
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     """The checks skip "cuda", because they use layouts that it does not support. test_sm90.py checks it."""
     if implementation == "cuda":
-        return "it is checked by tests of its own; auto takes it where it can"
+        return "checked by its own tests, and timed as auto where auto selects it"
     if implementation == "triton" and mode == "bwd":
-        return "the backward is the same"
+        return "same backward as auto"
     taken = configs.pick_backend("auto", case.dims["rows"], possible=_in_cuda(case))
-    return "it is what auto takes" if implementation == taken else None
+    return "same version as auto" if implementation == taken else None
 
 
 CUDA_CASES = tuple(replace(case, min_capability=(9, 0)) for case in TIMED if case.dims["rows"] > heads_forward.MIN_ROWS)

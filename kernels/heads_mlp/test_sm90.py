@@ -55,7 +55,7 @@ def test_what_it_says_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert reason() is None and reason(dim=512, dim_out=8) is None
     assert "float16 and bfloat16" in str(reason(dtype=torch.float32))
-    assert "512 columns of x and 8 of y" in str(reason(dim=520)) and "got 64 and 9" in str(reason(dim_out=9))
+    assert "512 columns of x and 8 of y per head" in str(reason(dim=520)) and "got 64 and 9" in str(reason(dim_out=9))
     assert "16-byte boundaries" in str(reason(dim=63))
 
 
@@ -256,12 +256,12 @@ def test_layouts(compiler: None) -> None:
         ("w1", tensors["w1"][:1].expand(3, 200, 128)),
     ):
         _agrees({**tensors, name: t}, backend="auto")
-        with pytest.raises(RuntimeError, match='backend="cuda" cannot run here: it takes rows'):
+        with pytest.raises(RuntimeError, match='backend="cuda" cannot run here: it requires non-empty x and w1'):
             heads_mlp(**{**tensors, name: t}, backend="cuda")
     for more in ({"dim": 520}, {"dim_out": 9}):
         other = _operands(**{"rows": 2200, "dim": 128, "hidden": 200, **more})
         _agrees(other, backend="auto")
-        with pytest.raises(RuntimeError, match="it takes at most 512 columns of x and 8 of y"):
+        with pytest.raises(RuntimeError, match="it supports at most 512 columns of x and 8 of y per head"):
             heads_mlp(**other, backend="cuda")
 
 

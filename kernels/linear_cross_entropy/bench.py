@@ -128,9 +128,9 @@ def _liger_sm90_supports(case: Case, mode: str) -> str | None:
     if reason := _only("reduction", "ignore_index")(case, mode):
         return reason
     if case.dtype != BF16 or case.params.get("reduction") == "none":
-        return "takes bf16, and reduces to a mean or a sum"
+        return "supports only bfloat16, and reduction mean or sum"
     whole = case.dims["rows"] and case.dims["rows"] % 128 == 0 and case.dims["vocab"] % 256 == 0
-    return None if whole else "takes multiples of 128 rows and of 256 classes"
+    return None if whole else "requires rows a multiple of 128 and classes a multiple of 256"
 
 
 def _quack(scaled_exp: bool | None):
@@ -149,7 +149,7 @@ def _only(*known: str):
 
     def supports(case: Case, mode: str) -> str | None:
         unknown = set(case.params) - {"scratch_bytes", *known}
-        return f"has no {', '.join(sorted(unknown))}" if unknown else None
+        return f"does not support {', '.join(sorted(unknown))}" if unknown else None
 
     return supports
 
@@ -185,15 +185,15 @@ def _in_cuda(case: Case) -> bool:
 
 def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation == "cuda" and not _in_cuda(case):
-        return "it takes float16 and bfloat16, and H that is a multiple of 8"
+        return "requires float16 or bfloat16, and H a multiple of 8"
     return None
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     """For "cuda" always a reason: the generic checks try layouts that it does not support. test_sm90.py checks it."""
     if implementation == "triton":
-        return None if _in_cuda(case) else "it is what auto takes"
-    return "it is checked by tests of its own; auto takes it where it can" if implementation == "cuda" else None
+        return None if _in_cuda(case) else "same version as auto"
+    return "checked by its own tests, and timed as auto where auto selects it" if implementation == "cuda" else None
 
 
 CUDA_CASES = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)

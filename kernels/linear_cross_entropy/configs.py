@@ -148,10 +148,11 @@ class TileConfig:
 
 
 def pick_backend(backend: str, possible: bool) -> str:
-    """Which version computes the logits: "cuda" is logits.cu, "triton" cuBLAS and Triton. `possible`: "cuda" can run.
-    Pure.
+    """The version that computes the logits: "cuda" is a GEMM in CUDA C++ (logits.cu), "triton" is cuBLAS and Triton.
+    `possible`: CUDA C++ supports the problem. Pure.
 
-    Statistics in the GEMM's epilogue save a read of all logits, and without gradients the logits themselves.
+    "cuda" computes the softmax's statistics in the GEMM's epilogue, which saves a read of all logits; without gradients
+    the logits are not even written.
     """
     if backend == "auto":
         return "cuda" if possible else "triton"

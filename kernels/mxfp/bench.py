@@ -128,7 +128,7 @@ COPY = Yardstick(
     "copy",
     load=lambda: lambda x, **_: x.clone(),
     cost=_copy_cost,
-    supports=lambda case, mode: "copies x" if case.params.get("dequantize") else None,
+    supports=lambda case, mode: "copies x, which only quantisation reads" if case.params.get("dequantize") else None,
 )
 
 
@@ -157,10 +157,10 @@ def _torchao():
 def _torchao_supports(case: Case, mode: str) -> str | None:
     params = case.params
     if params["format"] not in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"):
-        return "other bytes, or other roundings of scales"
+        return "its data layout or its rounding of scales differs"
     if params.get("stochastic") or params.get("dim") == 0:
-        return "rounds to nearest, along the last dimension"
-    return "needs whole blocks" if case.dims["dim"] % 32 else None
+        return "supports only round-to-nearest along the last dimension"
+    return "requires sizes that are multiples of the block" if case.dims["dim"] % 32 else None
 
 
 def _candidates(case: Case) -> list[configs.Config]:
@@ -198,12 +198,12 @@ def _by_cuda(case: Case) -> bool:
 
 def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation == "cuda" and not _by_cuda(case):
-        return "it takes bf16, another dim than the last, of an even size, and rounds to nearest"
+        return "requires bfloat16, round-to-nearest, and a dim other than the last, of even size"
     return None
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    return "it is what auto takes" if implementation == configs.pick_backend("auto", possible=_by_cuda(case)) else None
+    return "same version as auto" if implementation == configs.pick_backend("auto", possible=_by_cuda(case)) else None
 
 
 _BENCHED = tuple(case for case in CASES if case.bench)

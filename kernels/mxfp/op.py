@@ -141,13 +141,15 @@ def _check_format(function: str, format: str) -> None:
 
 def _check_tensor_scale(function: str, tensor_scale, of: torch.Tensor, format: str) -> None:
     if format != "nvfp4":
-        raise ValueError(f"{function}: tensor_scale must go with format 'nvfp4', got {format!r}")
+        raise ValueError(f"{function}: tensor_scale requires format 'nvfp4', got {format!r}")
     if not isinstance(tensor_scale, torch.Tensor) or tensor_scale.dtype != torch.float32:
         raise TypeError(f"{function}: tensor_scale must be a tensor of float32, got {kind(tensor_scale)}")
     if tensor_scale.dim():
         raise ValueError(f"{function}: tensor_scale must have no dimensions, got {list(tensor_scale.shape)}")
     if tensor_scale.device != of.device:
-        raise ValueError(f"{function}: tensor_scale must be on {of.device} like the rest, got {tensor_scale.device}")
+        raise ValueError(
+            f"{function}: tensor_scale must be on the other tensors' device {of.device}, got {tensor_scale.device}"
+        )
 
 
 def _check_dequantize(data, scales, tensor_scale, format, dtype, size):
@@ -168,7 +170,7 @@ def _check_dequantize(data, scales, tensor_scale, format, dtype, size):
     if dtype not in FLOATS:
         raise TypeError(f"{function}: dtype must be float32, float16 or bfloat16, got {dtype}")
     if format == "nvfp4" and tensor_scale is None:
-        raise ValueError(f"{function}: tensor_scale must be given for format 'nvfp4'")
+        raise ValueError(f"{function}: tensor_scale must be given with format 'nvfp4', got None")
     if tensor_scale is not None:
         _check_tensor_scale(function, tensor_scale, data, format)
     most = scales.shape[-1] * layout.block
@@ -177,7 +179,9 @@ def _check_dequantize(data, scales, tensor_scale, format, dtype, size):
     if not isinstance(size, int | torch.SymInt):
         raise TypeError(f"{function}: size must be an integer, got {kind(size)}")
     if not max(most - layout.block + 1, 0) <= size <= most:
-        raise ValueError(f"{function}: size must end in the last of {scales.shape[-1]} blocks, got {size}")
+        raise ValueError(
+            f"{function}: size must end in the last of the {scales.shape[-1]} blocks of scales, got {size}"
+        )
     runnable(function, "data", data)
     return size
 

@@ -304,7 +304,7 @@ def test_nothing_is_differentiable_and_autocast_changes_nothing():
         (dict(dim=2), ValueError, "dim must be one of the 2"),
         (dict(dim=None), TypeError, "dim must be an integer"),
         (dict(seed=None), TypeError, "seed must be an integer"),
-        (dict(tensor_scale=torch.tensor(1.0)), ValueError, "tensor_scale must go with format 'nvfp4'"),
+        (dict(tensor_scale=torch.tensor(1.0)), ValueError, "tensor_scale requires format 'nvfp4'"),
         (dict(format="nvfp4", tensor_scale=1.0), TypeError, "tensor_scale must be a tensor of float32"),
         (dict(format="nvfp4", tensor_scale=torch.ones(1)), ValueError, "tensor_scale must have no dimensions"),
     ],
@@ -325,8 +325,8 @@ def test_bad_input_raises_an_error_that_names_it(arguments, error, words):
         (dict(data=torch.ones(3, 63, dtype=torch.uint8)), ValueError, r"data must be \[3, 64\]"),
         (dict(format="nvfp4"), ValueError, "data must be"),
         (dict(dtype=torch.float64), TypeError, "dtype must be"),
-        (dict(size=32), ValueError, "size must end in the last of 2 blocks"),
-        (dict(tensor_scale=torch.tensor(1.0)), ValueError, "tensor_scale must go with"),
+        (dict(size=32), ValueError, "size must end in the last of the 2 blocks"),
+        (dict(tensor_scale=torch.tensor(1.0)), ValueError, "tensor_scale requires"),
     ],
 )
 def test_bad_input_of_dequantize_raises_an_error_that_names_it(change, error, words):

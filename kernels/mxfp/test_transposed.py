@@ -221,13 +221,13 @@ def test_what_it_takes() -> None:
         ({"capability": (10, 0)}, "compute capability 9.0"),
         ({"dtype": torch.float16}, "bfloat16"),
         ({"stochastic": True}, "to nearest"),
-        ({"strides": (64, 1)}, "not the contiguous one"),
-        ({"strides": (2, 64)}, "not the contiguous one"),
+        ({"strides": (64, 1)}, "other than the contiguous one"),
+        ({"strides": (2, 64)}, "other than the contiguous one"),
         ({"strides": (1, 65)}, "even strides"),
         ({"shape": (63, 64)}, "even size"),
-        ({"aligned": False}, "on 16 bytes"),
+        ({"aligned": False}, "16-byte alignment"),
         ({"shape": (64, 48), "block": 16}, "2 blocks"),
-        ({"shape": (2, 2**31)}, "2^31"),
+        ({"shape": (2, 2**31)}, "at most 2147479552 rows"),
     ):
         assert words in str(reason(**change)), change
 
@@ -345,7 +345,7 @@ def test_auto_gives_the_same_bits(compiler, format: str) -> None:
     for x in (wide, wide[:, :299], wide[:, 1:], wide[:, 2:], wide[:40]):
         assert_same(mxfp(x, format, dim=0), mxfp(x, format, dim=0, backend="triton"))
         assert_same(mxfp(x, format, dim=0), mxfp_reference(x, format, dim=0))
-    with pytest.raises(RuntimeError, match="it takes a dim that is not the contiguous one"):
+    with pytest.raises(RuntimeError, match="it requires a dim other than the contiguous one"):
         mxfp(wide[:, :299], format, dim=0, backend="cuda")
 
 

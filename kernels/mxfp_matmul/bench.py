@@ -153,8 +153,12 @@ def _humming():
 
 def _humming_supports(case: Case, mode: str) -> str | None:
     if case.params["format"] != "mxfp4":
-        return "its NVFP4 layer takes another layout of scales"
-    return None if case.dims["depth"] % CHUNK == 0 and case.dims["columns"] % 64 == 0 else "needs whole tiles"
+        return "its NVFP4 layer requires another layout of scales"
+    return (
+        None
+        if case.dims["depth"] % CHUNK == 0 and case.dims["columns"] % 64 == 0
+        else "requires K and N in whole tiles"
+    )
 
 
 def _dense():
@@ -210,13 +214,13 @@ def _takes_cuda(case: Case) -> bool:
 
 def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation == "cuda" and not _takes_cuda(case):
-        return f"it takes fp16 and bf16, and N in multiples of {TILE}"
+        return f"requires float16 or bfloat16, and N a multiple of {TILE}"
     return None
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     chosen = configs.pick_backend("auto", case.dims["rows"], possible=_takes_cuda(case))
-    return "it is what auto takes" if implementation == chosen else None
+    return "same version as auto" if implementation == chosen else None
 
 
 CUDA_CASES = tuple(

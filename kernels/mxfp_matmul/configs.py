@@ -57,12 +57,12 @@ MANY_CYCLES = 2300  # the same in many_rows.cu
 
 
 def pick_backend(backend: str, rows: int, possible: bool) -> str:
-    """The version that runs; `possible`: CUDA C++ can. Pure.
+    """The version that runs. `possible`: CUDA C++ supports the problem. Pure.
 
-    CUDA C++ unpacks a weight in 3 instructions instead of 17, and again for every 64 or 256 rows of x. On one H200 with
-    N = K = 8192, one row takes 18 us in CUDA C++ and 43 us in Triton; 1024 rows take 172 us in CUDA C++, 256 at a time,
-    and 250 us if the weights are unpacked into memory for cuBLAS. The limit is estimated: with more rows the unpacking
-    into memory is a smaller part.
+    CUDA C++ unpacks a weight in 3 instructions instead of Triton's 17, and again for every 64 or 256 rows of x. On one
+    H200 with N = K = 8192, one row takes 18 us in CUDA C++ and 43 us in Triton; 1024 rows take 172 us in CUDA C++, 256
+    at a time, and 250 us if the weights are unpacked into memory for cuBLAS. The limit (CUDA_ROWS) is estimated: with
+    more rows, unpacking into memory is a smaller part of the time.
     """
     if backend == "auto":
         return "cuda" if possible and rows <= CUDA_ROWS else "triton"

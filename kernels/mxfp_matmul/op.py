@@ -98,21 +98,23 @@ def _check(x, w, scales, tensor_scale, format, backend) -> None:
     each = CHUNK // BLOCK[format]
     if scales.dim() != 3 or scales.shape[0] != depth or scales.shape[2] != each:
         raise ValueError(
-            f"mxfp_matmul: scales must be [{depth}, N, {each}] for this x, as mxfp_pack makes them, got "
+            f"mxfp_matmul: scales must be [{depth}, N, {each}] for this x, as mxfp_pack returns them, got "
             f"{list(scales.shape)}"
         )
     wanted = [depth, tiles(scales.shape[1]), TILE_BYTES]
     if list(w.shape) != wanted:
         raise ValueError(f"mxfp_matmul: w must be {wanted} for these scales, got {list(w.shape)}")
     if (format == "nvfp4") != (tensor_scale is not None):
-        raise ValueError(f"mxfp_matmul: tensor_scale must be given for nvfp4 alone, got {kind(tensor_scale)}")
+        raise ValueError(
+            f"mxfp_matmul: tensor_scale must be given with 'nvfp4' only, got {kind(tensor_scale)} with {format!r}"
+        )
     if tensor_scale is not None:
         if not isinstance(tensor_scale, torch.Tensor) or tensor_scale.dtype != torch.float32:
             raise TypeError(f"mxfp_matmul: tensor_scale must be a tensor of float32, got {kind(tensor_scale)}")
         if tensor_scale.dim():
             raise ValueError(f"mxfp_matmul: tensor_scale must have no dimensions, got {list(tensor_scale.shape)}")
         if tensor_scale.device != x.device:
-            raise ValueError(f"mxfp_matmul: tensor_scale must be on {x.device} like x, got {tensor_scale.device}")
+            raise ValueError(f"mxfp_matmul: tensor_scale must be on x's device {x.device}, got {tensor_scale.device}")
     if backend not in BACKENDS:
         raise ValueError(f"mxfp_matmul: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     runnable("mxfp_matmul", "x", x)

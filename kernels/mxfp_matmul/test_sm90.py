@@ -41,7 +41,7 @@ def test_what_it_takes() -> None:
     assert few_rows.unsupported_reason(torch.bfloat16, 48, HOPPER) == cuda_driver.no_compiler()
     assert "compute capability 9.0" in str(few_rows.unsupported_reason(torch.bfloat16, 48, (8, 0)))
     assert "float16 and bfloat16" in str(few_rows.unsupported_reason(torch.float32, 48, HOPPER))
-    assert "multiples of 16" in str(few_rows.unsupported_reason(torch.float16, 40, HOPPER))
+    assert "a multiple of 16" in str(few_rows.unsupported_reason(torch.float16, 40, HOPPER))
 
 
 def test_what_is_read_in_place() -> None:

@@ -57,7 +57,7 @@ def patch(model: nn.Module, *, except_: Collection[str] = ()) -> nn.Module:
     if isinstance(except_, str):
         except_ = (except_,)
     if unknown := sorted(set(except_) - set(OPS)):
-        raise ValueError(f"patch: except_ must be of {', '.join(OPS)}, got {', '.join(map(repr, unknown))}")
+        raise ValueError(f"patch: except_ must name ops among {', '.join(OPS)}, got {', '.join(map(repr, unknown))}")
     unpatch(model)
     for op in OPS:
         if op in except_:
@@ -68,7 +68,9 @@ def patch(model: nn.Module, *, except_: Collection[str] = ()) -> nn.Module:
         else:
             _exchange(model, op, _FORWARDS[op])
     if not patched(model) and set(OPS) - set(except_):
-        raise ValueError(f"patch: {type(model).__name__} has no layer of a known kind")
+        raise ValueError(
+            f"patch: model must have a layer that patch can replace, got {type(model).__name__} without one"
+        )
     return model
 
 

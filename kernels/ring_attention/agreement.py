@@ -84,9 +84,9 @@ def _held_together(
 
 def _lengths(name: str, found: list[int], told: Sequence[int] | None) -> tuple[int, ...]:
     if told is None and len(set(found)) > 1:
-        raise ValueError(f"ring_attention: {name} has {found} rows on the ranks: {name}_lengths must say so")
+        raise ValueError(f"ring_attention: {name}_lengths must be {found}, the rows of {name} on the ranks, got None")
     if told is not None and list(told) != found:
         raise ValueError(
-            f"ring_attention: {name}_lengths must be {name}'s rows on the ranks, {found}, got {list(told)}"
+            f"ring_attention: {name}_lengths must be {found}, the rows of {name} on the ranks, got {list(told)}"
         )
     return tuple(found)

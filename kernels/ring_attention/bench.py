@@ -217,7 +217,7 @@ def alone_reason(case: Case, mode: str) -> str | None:
     """Returns why one GPU does not compute the whole problem, or None."""
     modes = ("fwd",) if mode == "fwd" else ("fwd", "bwd")
     flops = sum(cost(case, each).total_flops for each in modes) * case.world_size
-    return "would take one GPU too long" if flops > MOST_ALONE else None
+    return "one GPU would take too long" if flops > MOST_ALONE else None
 
 
 def model(
@@ -252,23 +252,23 @@ def _series(case: Case) -> str:
 
 
 def _one_gpu(case: Case, mode: str) -> str | None:
-    return "takes the whole problem on one GPU" if case.world_size > 1 else None
+    return "computes the whole problem on one GPU" if case.world_size > 1 else None
 
 
 def _too_long(case: Case) -> str | None:
     flops = cost(case, "fwd").total_flops * case.world_size
-    return "would take minutes in so long a case, to tell little" if flops > MOST_OF_PEERS else None
+    return "not compared in so long a case, which would take minutes" if flops > MOST_OF_PEERS else None
 
 
 def _equal(case: Case, mode: str) -> str | None:
     """Returns why peers over several GPUs do not support a case, or None."""
     if case.world_size == 1:
-        return "is for several GPUs"
+        return "requires several GPUs"
     if case.params.get("return_lse"):
-        return "returns no lse"
+        return "does not return the log-sum-exp"
     if reason := _too_long(case):
         return reason
-    return "takes equal lengths alone" if any(len(set(n)) > 1 for n in _lengths(case)) else None
+    return "requires equal lengths on all ranks" if any(len(set(n)) > 1 for n in _lengths(case)) else None
 
 
 def _square_zigzag(case: Case, mode: str) -> str | None:
@@ -276,18 +276,18 @@ def _square_zigzag(case: Case, mode: str) -> str | None:
         return reason
     causal, square = case.params.get("causal"), case.dims["queries"] == case.dims["keys"]
     if not square:
-        return "takes as many queries as keys"
-    return "is causal in a zigzag layout alone" if causal and _layout(case) != "zigzag" else None
+        return "requires as many queries as keys"
+    return "supports a causal mask only in the zigzag layout" if causal and _layout(case) != "zigzag" else None
 
 
 def _causal_square(case: Case, mode: str) -> str | None:
-    return _square_zigzag(case, mode) or (None if case.params.get("causal") else "is causal")
+    return _square_zigzag(case, mode) or (None if case.params.get("causal") else "supports only a causal mask")
 
 
 def _heads_divide(case: Case, mode: str) -> str | None:
     if reason := _equal(case, mode):
         return reason
-    return "the ranks are more than the heads of k" if case.dims["kv_heads"] % case.world_size else None
+    return "requires the heads of k to be a multiple of the ranks" if case.dims["kv_heads"] % case.world_size else None
 
 
 def _flash_attention_4():
@@ -317,8 +317,8 @@ def _gathering() -> Op:
 
 def _several(case: Case, mode: str) -> str | None:
     if case.world_size == 1:
-        return "is for several GPUs"
-    return "is what the case does" if case.params.get("rotate") else _too_long(case)
+        return "requires several GPUs"
+    return "same version as the case itself" if case.params.get("rotate") else _too_long(case)
 
 
 def _context_parallel(backend: str, rotate: str) -> Op:

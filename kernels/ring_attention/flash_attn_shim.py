@@ -81,13 +81,15 @@ def shim(interface: Any) -> ModuleType:
     ):
         _plain(dropout_p, window_size, softcap, alibi_slopes)
         if return_attn_probs:
-            raise NotImplementedError("flash_attn_shim: FlashAttention-4 returns no probabilities")
+            raise NotImplementedError(
+                "flash_attn_shim: return_attn_probs must be False, as FlashAttention-4 returns none"
+            )
         options = dict(softmax_scale=softmax_scale, causal=bool(causal), deterministic=bool(deterministic))
         found = interface.flash_attn_func(q, k, v, **options)
         return found[0] if isinstance(found, tuple) else found
 
     def of_unequal_lengths(*_, **__):
-        raise NotImplementedError("flash_attn_shim: sequences of unequal lengths are not taken")
+        raise NotImplementedError("flash_attn_shim: sequences of unequal lengths are not supported")
 
     functions = (_flash_attn_forward, _flash_attn_backward, of_unequal_lengths, of_unequal_lengths)
     for name, function in (*zip(NAMES, functions, strict=True), ("flash_attn_func", flash_attn_func)):
@@ -97,7 +99,7 @@ def shim(interface: Any) -> ModuleType:
 
 def _plain(dropout_p: float, window: Sequence[int], softcap: float, alibi_slopes: object) -> None:
     if dropout_p or tuple(window) != (-1, -1) or softcap or alibi_slopes is not None:
-        raise NotImplementedError("flash_attn_shim: dropout, windows, softcap and ALiBi are not taken")
+        raise NotImplementedError("flash_attn_shim: dropout, windows, softcap and ALiBi are not supported")
 
 
 def two_results(interface: Any) -> SimpleNamespace:

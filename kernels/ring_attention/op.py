@@ -126,7 +126,7 @@ def _agreed(q, k, v, group, options, q_lengths, k_lengths) -> Ring:
     made = agree(terms, group, q.device, q_lengths, k_lengths)
     problem = Problem(layout, causal, made.q_lengths, made.k_lengths)
     if reason := problem.unsupported_reason():
-        raise ValueError(f"ring_attention: layout cannot be {layout!r} here: {reason}")
+        raise ValueError(f"ring_attention: layout={layout!r} does not support these arguments: {reason}")
     if transport == "peer" and made.peer_writes_reason:
         raise RuntimeError(f'ring_attention: transport="peer" cannot run here: {made.peer_writes_reason}')
     if rotate == "auto":
@@ -170,8 +170,10 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             shape = tuple(tensor.shape)
             raise ValueError(f"ring_attention: {name} must be [B, H, S, D] with 1 <= D <= {MAX_DIM}, got shape {shape}")
         if (tensor.shape[0], tensor.shape[3]) != (q.shape[0], q.shape[3]):
-            raise ValueError(f"ring_attention: {name} must have q's B and D, got shape {tuple(tensor.shape)}")
+            raise ValueError(
+                f"ring_attention: {name} must have the B and D of q {tuple(q.shape)}, got shape {tuple(tensor.shape)}"
+            )
     if v.shape != k.shape:
         raise ValueError(f"ring_attention: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"ring_attention: q's {q.shape[1]} heads must be a multiple of k's, which has {k.shape[1]}")
+        raise ValueError(f"ring_attention: q must have a multiple of k's {k.shape[1]} heads, got {q.shape[1]}")

@@ -97,8 +97,8 @@ class _Mode(TorchFunctionMode):
             return self._run(*_of_attention(*args, **kwargs))
         if func is F.multi_head_attention_forward:
             raise NotImplementedError(
-                "context_parallel: nn.MultiheadAttention, also in nn.TransformerEncoderLayer, computes attention "
-                "inside a function of PyTorch's, over this rank's rows alone: use F.scaled_dot_product_attention"
+                "context_parallel: nn.MultiheadAttention, also in nn.TransformerEncoderLayer, is not supported, as it "
+                "would attend to this rank's rows only: use F.scaled_dot_product_attention"
             )
         return func(*args, **kwargs)
 
@@ -150,8 +150,8 @@ class _Ring:
         """Raises RuntimeError if there were none since `begun`: other attention would cover this rank's rows only."""
         if begun is not None and self.met() == begun:
             raise RuntimeError(
-                "context_parallel: the call met no attention that it runs over all ranks, which is that of "
-                "F.scaled_dot_product_attention and of this package's attention"
+                "context_parallel: no attention ran over all ranks: the call must use "
+                "F.scaled_dot_product_attention or this package's attention"
             )
 
 
@@ -199,7 +199,7 @@ def _placements(x: DTensor, group: dist.ProcessGroup) -> tuple:
                     f"context_parallel: DTensors must have {Shard(SEQUENCE)} over the mesh, got {placement}"
                 )
             return tuple(x.placements)
-    raise ValueError("context_parallel: DTensors must be of the mesh that context_parallel was given")
+    raise ValueError("context_parallel: DTensors must be on the mesh passed to context_parallel")
 
 
 def _of_sdpa(
@@ -215,18 +215,18 @@ def _of_sdpa(
     """Converts the arguments of F.scaled_dot_product_attention to those of `_Mode._run`."""
     if attn_mask is not None:
         raise ValueError(
-            "context_parallel: attn_mask must be None: of masks a ring has the causal one alone (is_causal)"
+            "context_parallel: attn_mask must be None, as the only mask that ring attention supports is is_causal"
         )
     if dropout_p:
-        raise ValueError(f"context_parallel: dropout_p must be 0 in a ring, got {dropout_p}")
+        raise ValueError(f"context_parallel: dropout_p must be 0 with ring attention, got {dropout_p}")
     if query.dim() not in (3, 4):
         raise ValueError(f"context_parallel: query must be [B, H, S, D] or [B, S, D], got shape {tuple(query.shape)}")
     if not enable_gqa and query.dim() == 4 and query.shape[1] != key.shape[1]:
         heads = f"{query.shape[1]} heads of query and {key.shape[1]} of key"
-        raise ValueError(f"context_parallel: {heads} need enable_gqa=True")
+        raise ValueError(f"context_parallel: enable_gqa must be True for {heads}, got False")
     if is_causal and query.shape[-2] != key.shape[-2]:
         rows = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
-        raise ValueError(f"context_parallel: is_causal needs as many queries as keys, got {rows}")
+        raise ValueError(f"context_parallel: is_causal requires as many queries as keys, got {rows}")
     return (query, key, value), is_causal, scale
 
 
@@ -247,5 +247,5 @@ def _of_attention(
     """Converts the arguments of `attention`. Ring attention chooses the versions."""
     absent = {"num_context": num_context is not None, "window": window not in (None, (-1, -1)), "fp8": fp8}
     for name in (name for name, given in absent.items() if given):
-        raise ValueError(f"context_parallel: a ring has no {name}")
+        raise ValueError(f"context_parallel: {name} must be left at its default, as ring attention does not support it")
     return (q, k, v), causal, scale, return_lse

@@ -205,11 +205,11 @@ def peer_writes_reason(devices: Sequence[tuple[str, str, int]]) -> str | None:
         return "the ranks are on several hosts"
     indices = [index for _, _, index in devices]
     if len(set(indices)) < len(indices):
-        return "ranks share a GPU, or each process sees only its own"
+        return "several ranks use one GPU, or each process sees only its own (CUDA_VISIBLE_DEVICES)"
     if max(indices) >= torch.cuda.device_count():
         return "this process does not see the GPUs of all ranks"
     if not all(torch.cuda.can_device_access_peer(a, b) for a in indices for b in indices if a != b):
-        return "a GPU cannot reach another's memory"
+        return "a GPU cannot access another's memory (no P2P)"
     return None
 
 

@@ -22,7 +22,9 @@ def ring_attention_reference(
     """Computes `ring_attention` by its definition, from whole q, k and v. Options about distribution have no effect."""
     (batch, heads, queries, dim), (_, kv_heads, keys, _) = q.shape, k.shape
     if k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, dim) or heads % kv_heads:
-        raise ValueError(f"shapes do not fit: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
+        raise ValueError(
+            f"q, k and v must have matching shapes, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
     wide = torch.promote_types(q.dtype, torch.float32)
     wide_k, wide_v = (t.to(wide).repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
     scores = (q.to(wide) * (1 / math.sqrt(dim) if scale is None else scale)) @ wide_k.mT

@@ -147,10 +147,10 @@ SAID = (
     "TypeError: ring_attention: q must be a tensor of float32, float16 or bfloat16, got torch.int32",
     "TypeError: ring_attention: k must be a tensor of q's dtype, got torch.float16",
     "ValueError: ring_attention: v must have k's shape",
-    "ValueError: ring_attention: k must have q's B and D",
+    "ValueError: ring_attention: k must have the B and D of q",
     "ValueError: ring_attention: q must be [B, H, S, D] with 1 <= D <= 256, got shape (1, 2, 4, 257)",
     "ValueError: ring_attention: q must be [B, H, S, D] with 1 <= D <= 256, got shape (1, 2, 4, 0)",
-    "ValueError: ring_attention: q's 2 heads must be a multiple of k's, which has 3",
+    "ValueError: ring_attention: q must have a multiple of k's 3 heads, got 2",
     "ValueError: layout must be one of",
     "ValueError: ring_attention: rotate must be one of",
     "ValueError: ring_attention: transport must be one of",
@@ -159,11 +159,11 @@ SAID = (
     "ValueError: ring_attention: q_lengths must be 2 numbers of rows, got [4]",
     "ValueError: ring_attention: k must have the 3 rows that k_lengths gives rank",
     "ValueError: ring_attention: causal must be the same on all ranks, got rank 0 True, rank 1 False",
-    "ValueError: ring_attention: q has [4, 3] rows on the ranks: q_lengths must say so",
-    "ValueError: ring_attention: k has [4, 3] rows on the ranks: k_lengths must say so",
+    "ValueError: ring_attention: q_lengths must be [4, 3], the rows of q on the ranks, got None",
+    "ValueError: ring_attention: k_lengths must be [4, 3], the rows of k on the ranks, got None",
     "nothing",
     'RuntimeError: ring_attention: transport="peer" cannot run here: the group\'s backend is gloo, not nccl',
-    "ValueError: ring_attention: layout cannot be 'striped' here: causal stripes",
+    "ValueError: ring_attention: layout='striped' does not support these arguments: causal stripes",
 )
 
 
@@ -290,7 +290,10 @@ def test_what_keeps_peers_from_reading_each_other() -> None:
     one = ("host", "nccl", 0)
     assert peer_writes_reason([("host", "gloo", 0)] * 2) == "the group's backend is gloo, not nccl"
     assert peer_writes_reason([one, ("other", "nccl", 0)]) == "the ranks are on several hosts"
-    assert peer_writes_reason([one, one]) == "ranks share a GPU, or each process sees only its own"
+    assert (
+        peer_writes_reason([one, one])
+        == "several ranks use one GPU, or each process sees only its own (CUDA_VISIBLE_DEVICES)"
+    )
 
 
 def _gpu_calls(rank: int, world: int, runs: dict[str, Run]) -> dict[str, dict[str, torch.Tensor]]:

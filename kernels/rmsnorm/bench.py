@@ -106,7 +106,7 @@ def _torch():
 
 
 def _torch_supports(case: Case, mode: str) -> str | None:
-    return "adds nothing to the weight" if case.params.get("weight_offset") else None
+    return "does not support weight_offset" if case.params.get("weight_offset") else None
 
 
 def _liger():
@@ -183,17 +183,17 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
     dim, vector = case.dims["dim"], cluster.VECTOR // case.dtype.itemsize
     if implementation != "cuda" or (dim in cluster.WIDTHS and dim % vector == 0):
         return None
-    return "it takes rows of 16 385 to 65 536 numbers on 16-byte boundaries"
+    return "requires rows of 16 385 to 65 536 elements on 16-byte boundaries"
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     """For "cuda" always a reason: the generic checks try layouts that it does not support."""
     if implementation != "auto" and mode == "bwd":
-        return "its backward is that of auto"
+        return "same backward as auto"
     if implementation == "cuda":
-        return "it is what auto takes"
+        return "same version as auto"
     if implementation == "triton" and _unsupported_reason("cuda", case, mode):
-        return "it is what auto takes"
+        return "same version as auto"
     return None
 
 

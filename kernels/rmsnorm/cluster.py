@@ -26,15 +26,15 @@ def unsupported_reason(
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     rows, dim = x.shape
     if dim not in WIDTHS:
-        return f"it takes rows of {WIDTHS.start} to {WIDTHS.stop - 1} numbers, not {dim}"
+        return f"it supports rows of {WIDTHS.start} to {WIDTHS.stop - 1} elements, not {dim}"
     if weight is not None and weight.dtype != x.dtype:
-        return f"it takes a weight of x's dtype {x.dtype}, not {weight.dtype}"
+        return f"it requires a weight of x's dtype {x.dtype}, not {weight.dtype}"
     read = [t for t in (x, residual) if t is not None]
     starts = [t.data_ptr() for t in (*read, weight) if t is not None]
     # The row stride of a single row is arbitrary. y and h are contiguous, so their row stride is dim.
     strides = [dim, *(t.stride(0) for t in read if rows > 1)]
     if any(start % VECTOR for start in starts) or any(s * x.element_size() % VECTOR for s in strides):
-        return "it wants rows on 16-byte boundaries"
+        return "it requires rows on 16-byte boundaries"
     return cuda_driver.no_compiler()
 
 

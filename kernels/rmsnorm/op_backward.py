@@ -83,7 +83,9 @@ def _refuse_grad(name: str, **tensors: torch.Tensor | None) -> None:
     if torch.is_grad_enabled():
         for label, tensor in tensors.items():
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                raise RuntimeError(f"{name}: has no gradient: {label} must not require grad, or use torch.no_grad()")
+                raise RuntimeError(
+                    f"{name}: {label} must not require grad, as {name} has no backward: use torch.no_grad()"
+                )
 
 
 def _check_backward(dy, h, rstd, weight, dh, weight_offset) -> None:

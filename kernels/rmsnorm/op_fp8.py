@@ -92,7 +92,7 @@ def _check(x, weight, residual, eps, weight_offset, dtype, granularity, scale_fo
     if not isinstance(transpose, bool):
         raise TypeError(f"rmsnorm_fp8: transpose must be a bool, got {type(transpose).__name__}")
     if transpose and granularity != "1x128":
-        raise ValueError(f"rmsnorm_fp8: transpose must go with granularity '1x128', got {granularity!r}")
+        raise ValueError(f"rmsnorm_fp8: transpose requires granularity '1x128', got {granularity!r}")
 
 
 def _quantise_plan(x, weight, residual, eps, weight_offset, dtype, granularity, scale_format, transpose):

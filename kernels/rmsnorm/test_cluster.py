@@ -71,10 +71,10 @@ def test_what_it_does_not_take(monkeypatch):
     assert refused(rows(20480).expand(3, 3, 20480)[0]) is None
     assert refused(rows(20480)[:1].expand(5, 20480)) is None  # a stride of 0
     assert refused(rows(20480, 20483)[:1]) is None  # the stride of a single row does not matter
-    assert "16385 to 65536 numbers, not 16384" in refused(rows(16384))
+    assert "16385 to 65536 elements, not 16384" in refused(rows(16384))
     assert "not 65544" in refused(rows(65544))
     assert "weight of x's dtype torch.bfloat16, not torch.float32" in refused(rows(20480), weight=torch.empty(20480))
-    unaligned = "it wants rows on 16-byte boundaries"
+    unaligned = "it requires rows on 16-byte boundaries"
     assert refused(rows(20481)) == unaligned  # the rows of y
     assert refused(rows(20481)[:1]) == unaligned
     assert refused(rows(20484)) == unaligned
@@ -86,8 +86,8 @@ def test_what_it_does_not_take(monkeypatch):
     assert refused(rows(20480), weight=rows(20480, start=4)[0]) == unaligned
     for capability in ((8, 0), (10, 0)):
         assert refused(rows(20480), capability=capability) == "it needs a GPU of compute capability 9.0 (Hopper)"
-    monkeypatch.setattr(cuda_driver, "no_compiler", lambda: "it is compiled by NVRTC, which comes with CuPy")
-    assert refused(rows(20480)) == "it is compiled by NVRTC, which comes with CuPy"
+    monkeypatch.setattr(cuda_driver, "no_compiler", lambda: "it is compiled by NVRTC through CuPy")
+    assert refused(rows(20480)) == "it is compiled by NVRTC through CuPy"
 
 
 @pytest.mark.parametrize(("weight", "residual", "save"), [(True, False, True), (False, True, False)])

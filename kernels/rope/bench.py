@@ -145,7 +145,7 @@ COPY = Yardstick(
     load=lambda: _copy,
     cost=_copy_cost,
     supports=lambda case, mode: (
-        None if mode == "fwd" and not case.params.get("inplace") else "copies inputs to results"
+        None if mode == "fwd" and not case.params.get("inplace") else "copies inputs to outputs"
     ),
 )
 
@@ -197,10 +197,10 @@ def _liger():
 def _liger_supports(case: Case, mode: str) -> str | None:
     params = case.params
     if not params.get("inplace"):
-        return "rotates in place alone"
+        return "supports only inplace=True"
     if params.get("positions") or params.get("interleaved") or params.get("alone"):
-        return "has no positions, no interleaved pairs, and needs k"
-    return "copies [B, heads, S, D]" if params.get("layout") == "bhsd" else None
+        return "does not support position_ids or interleaved pairs, and requires k"
+    return "copies q and k in the bhsd layout" if params.get("layout") == "bhsd" else None
 
 
 def _quack():
@@ -219,10 +219,10 @@ def _quack():
 
 def _quack_supports(case: Case, mode: str) -> str | None:
     if case.params.get("positions") or case.params.get("batched"):
-        return "has no positions and no tables for each sequence"
+        return "does not support position_ids or tables per sequence"
     if case.params.get("interleaved") and case.params.get("tables") == "full":
-        return "has no tables in which each value stands twice"
-    return "needs dimensions divisible by 8" if _rotary(case) % 8 or case.dims["dim"] % 8 else None
+        return "does not support tables that repeat each value"
+    return "requires dimensions that are multiples of 8" if _rotary(case) % 8 or case.dims["dim"] % 8 else None
 
 
 def _candidates(case: Case) -> list[configs.Config]:

@@ -99,13 +99,13 @@ def _requires_grad(q, k, cos, sin, inplace) -> bool:
     """Whether autograd has to record the call. Raises RuntimeError where a gradient is required that rope does not
     compute."""
     if cos.requires_grad or sin.requires_grad:
-        raise RuntimeError("rope: cos and sin get no gradient, so they must not require one: detach them")
+        raise RuntimeError("rope: cos and sin must not require grad, as no gradient is defined for them: detach them")
     if not q.requires_grad and (k is None or not k.requires_grad):
         return False
     if inplace:
         name = "q" if q.requires_grad else "k"
         raise RuntimeError(
-            f"rope: {name} requires a gradient, which inplace=True does not record: "
+            f"rope: {name} must not require grad with inplace=True, which autograd does not record: "
             "use inplace=False, or torch.no_grad()"
         )
     return True
@@ -146,7 +146,7 @@ def _check(q, k, cos, sin, position_ids, rotary_dim, layout, inplace) -> int:
     if inplace:
         for name, x in given.items():
             if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-                raise ValueError(f"rope: {name} must not be expanded with inplace=True, its strides are {x.stride()}")
+                raise ValueError(f"rope: {name} must not be expanded with inplace=True, got strides {x.stride()}")
     return half
 
 
@@ -164,7 +164,7 @@ def _check_rows(given: dict[str, torch.Tensor], tokens: int) -> None:
         if x.device != q.device:
             raise ValueError(f"rope: k must be on q's device {q.device}, got {x.device}")
         if _but_for(x, heads) != _but_for(q, heads):
-            raise ValueError(f"rope: k must have q's shape {tuple(q.shape)} but for the heads, got {tuple(x.shape)}")
+            raise ValueError(f"rope: k must have q's shape {tuple(q.shape)} except for the heads, got {tuple(x.shape)}")
     runnable("rope", "q", q)
 
 

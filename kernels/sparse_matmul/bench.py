@@ -286,11 +286,11 @@ def _copy_cost(case: Case, mode: str) -> Cost:
 
 
 def _has_no_product(case: Case, mode: str) -> str | None:
-    return None if "function" in case.params else "compress and prune are held against it"
+    return None if "function" in case.params else "compared only with compress and prune"
 
 
 def _compresses(case: Case, mode: str) -> str | None:
-    return None if case.bench and case.params.get("function") == "compress" else "it compresses, in 16 bits"
+    return None if case.bench and case.params.get("function") == "compress" else "only compresses, in 16 bits"
 
 
 # compress and prune are compared with a copy of the weight, compress also with cuSPARSELt's compression.
@@ -300,12 +300,12 @@ CUSPARSELT_COMPRESS = Yardstick("cusparselt-compress", load=_cusparselt_compress
 
 def _cusparselt_takes(case: Case, mode: str) -> str | None:
     if "function" in case.params:
-        return "of products; its compression is a yardstick"
+        return "compared only with GEMMs; its compression has a row of its own"
     if mode != "fwd":
-        return "has a forward alone"
+        return "has no backward"
     if "scaling" in case.params and (case.params["scaling"] != TENSOR or case.params["formats"] != "e4m3"):
-        return "takes e4m3, with one scale"
-    return None if case.bench or case in HOST_CASES else "takes 16 bits in multiples of 32, compared where it is timed"
+        return "supports only e4m3 with one scale per tensor"
+    return None if case.bench or case in HOST_CASES else "requires multiples of 32: compared only in the timed cases"
 
 
 FUNCTIONS: dict[str, Op] = {"compress": compress, "prune": prune}
@@ -353,29 +353,29 @@ def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
 def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
     _, k, n = sizes(case)
     if implementation != "auto" and "function" in case.params:
-        return "compress and prune have one version"
+        return "compress and prune have only one version"
     if "scaling" in case.params:
-        return "of 8 bits it takes N a multiple of 8" if implementation == "cuda" and n % 8 else None
+        return "requires N a multiple of 8 in fp8" if implementation == "cuda" and n % 8 else None
     if implementation == "cuda" and (case.dtype == FP32 or k % 16 or n % 8):
-        return "it takes 16-bit dtypes, K a multiple of 16 and N of 8"
+        return "requires a 16-bit dtype, K a multiple of 16 and N a multiple of 8"
     return None
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     """Always a reason for "cuda": the generic checks try layouts that it does not support. test_sm90.py checks it."""
     if implementation == "triton":
-        return "it is what auto takes" if case.dtype == FP32 or sizes(case)[0] <= 64 else None
-    return "it is checked by tests of its own; auto takes it where it can" if implementation == "cuda" else None
+        return "same version as auto" if case.dtype == FP32 or sizes(case)[0] <= 64 else None
+    return "checked by its own tests, and timed as auto where auto selects it" if implementation == "cuda" else None
 
 
 def _timed(case: Case, mode: str) -> str | None:
     if "function" in case.params:
-        return "it multiplies; what a PyTorch user would write is the reference"
-    return None if case.bench or "scaling" not in case.params else "compared where it is timed"
+        return "compared only with GEMMs: here it would be the reference"
+    return None if case.bench or "scaling" not in case.params else "compared only in the timed cases"
 
 
 def _of_16_bits(case: Case, mode: str) -> str | None:
-    return "of 8 bits the reference is a product in fp32" if "scaling" in case.params else None
+    return "in fp8 the reference is a GEMM in fp32" if "scaling" in case.params else None
 
 
 PRODUCTS = tuple(case for case in CASES if case.bench and "function" not in case.params)

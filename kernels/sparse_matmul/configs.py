@@ -46,13 +46,13 @@ class CompressConfig:
 
 
 def pick_backend(backend: str, rows: int, dtype: torch.dtype, on_gpu: bool, possible: bool = False) -> str:
-    """The version of a product: "triton", "cuda" or, only for "auto", "library": the weight is decompressed into memory
-    for cuBLAS. `possible`: CUDA C++ can. Pure.
+    """The version of a GEMM: "triton", "cuda" or, only for "auto", "library": the weight is decompressed into memory
+    for cuBLAS. `possible`: CUDA C++ supports the problem. Pure.
 
-    In an exploration on one H200 at 4096 x 4096 x 4096, in FLOPs of the dense GEMM: Triton, which decompresses a tile
-    of the weight again for each tile of rows, 129 TFLOP/s, cuBLAS 760, the sparse tensor cores 880. Up to 64 rows
-    there is only one tile of rows, so "triton" runs; also in fp32, since cuBLAS may be set to round fp32 operands to
-    tf32. "library" does not exist for 8 bits.
+    In an exploration on one H200 at 4096 x 4096 x 4096, in FLOPs of the dense GEMM: 129 TFLOP/s with Triton, which
+    decompresses a tile of the weight again for each tile of rows, 760 with cuBLAS, 880 with the sparse tensor cores
+    ("cuda"). "triton" runs up to 64 rows, which are one tile of rows, and in fp32, since cuBLAS may be set to round
+    fp32 operands to tf32. fp8 has no "library".
     """
     if backend != "auto":
         return backend

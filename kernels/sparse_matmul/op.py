@@ -94,7 +94,7 @@ def _check_of_8_bits(x, scale_x, scale_w, out_dtype) -> None:
     """Raises for arguments that are only allowed with fp8 x."""
     for name, scale in (("scale_x", scale_x), ("scale_w", scale_w)):
         if scale is not None:
-            raise ValueError(f"sparse_matmul: {name} must be None unless x has 8 bits, and it is {kind(x)}")
+            raise ValueError(f"sparse_matmul: {name} must be None unless x is fp8, got x of {kind(x)}")
     if out_dtype is not None and isinstance(x, torch.Tensor) and out_dtype != x.dtype:
         raise ValueError(f"sparse_matmul: out_dtype must be None or x's dtype {x.dtype}, got {out_dtype}")
 

@@ -49,15 +49,15 @@ def _of_rows(scale: torch.Tensor, rows: int) -> bool:
 def _check(x, values, metadata, scale_x, scale_w, bias, activation, out_dtype, backend) -> None:
     check_compressed("sparse_matmul", (values, metadata))
     if values.dtype not in EIGHT_BITS:
-        wanted = "float8_e4m3fn or float8_e5m2, as x is one of them"
+        wanted = "float8_e4m3fn or float8_e5m2 with fp8 x"
         raise TypeError(f"sparse_matmul: values must be a tensor of {wanted}, got {kind(values)}")
     (cols, half) = values.shape
     if x.dim() != 2 or x.shape[1] != 2 * half or x.shape[0] > MAX_SIZE:
-        wanted = f"[M, {2 * half}] like values in 8 bits with M at most {MAX_SIZE}"
+        wanted = f"[M, {2 * half}] like fp8 values with M at most {MAX_SIZE}"
         raise ValueError(f"sparse_matmul: x must be {wanted}, got {list(x.shape)}")
     for name, scale in (("scale_x", scale_x), ("scale_w", scale_w)):
         if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
-            raise TypeError(f"sparse_matmul: {name} must be a tensor of float32 where x has 8 bits, got {kind(scale)}")
+            raise TypeError(f"sparse_matmul: {name} must be a tensor of float32 with fp8 x, got {kind(scale)}")
     rows = x.shape[0]
     of_rows = _of_rows(scale_x, rows) and _of_rows(scale_w, cols)
     if not of_rows and (scale_x.shape or scale_w.shape):
@@ -86,7 +86,7 @@ def _check_options(x, activation, backend) -> None:
     runnable("sparse_matmul", "x", x)
     if x.is_cuda and capability(x) < FIRST_CAPABILITY:
         needed, found = ("{}.{}".format(*of) for of in (FIRST_CAPABILITY, capability(x)))
-        wanted = f"on a GPU of compute capability {needed} or later in 8 bits"
+        wanted = f"on a GPU of compute capability {needed} or later with fp8 x"
         raise RuntimeError(f"sparse_matmul: x must be {wanted}, got {found}")
 
 

@@ -118,9 +118,9 @@ def _liger():
 def _liger_supports(case: Case, mode: str) -> str | None:
     activation, packed = case.params["activation"], case.params.get("layout") == "packed"
     if activation != "silu" and (packed or activation != "gelu_tanh"):
-        return f"has no {activation} for {'a packed tensor' if packed else 'separate tensors'}"
+        return f"does not support {activation} with {'a packed tensor' if packed else 'separate tensors'}"
     if mode != "fwd" and not packed:
-        return "writes its gradients over gate and up, which a backward that is run again cannot bear"
+        return "overwrites gate and up with their gradients, so that the backward cannot run repeatedly"
     return None
 
 
@@ -147,7 +147,11 @@ def _taken(case: Case) -> bool:
 
 
 def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
-    return "it takes rows of 16-bit dtypes on any boundary" if implementation == "cuda" and not _taken(case) else None
+    return (
+        "requires a 16-bit dtype, and rows that are not aligned"
+        if implementation == "cuda" and not _taken(case)
+        else None
+    )
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
@@ -155,9 +159,9 @@ def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     checks it."""
     faster = _taken(case) and configs.fills_warps(case.dims["dim"], 2 * (mode == "bwd"))
     if implementation == "triton":
-        return None if faster else "it is what auto takes here"
+        return None if faster else "same version as auto"
     if implementation == "cuda":
-        return "it is what auto takes here" if faster else "auto takes triton at this width"
+        return "same version as auto" if faster else "auto selects triton at this width; its own tests check it"
     return None
 
 

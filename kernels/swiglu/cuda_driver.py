@@ -53,7 +53,7 @@ def no_compiler() -> str | None:
     try:
         from cupy.cuda import nvrtc  # noqa: F401
     except Exception as error:  # without a driver CuPy raises more than ImportError
-        return f"it is compiled by NVRTC, which comes with CuPy (pip install cupy-cuda13x): {error}"
+        return f"it is compiled by NVRTC through CuPy, which cannot be imported (pip install cupy-cuda13x): {error}"
     return None
 
 
@@ -93,7 +93,7 @@ def _compiled(source: str, defines: tuple[str, ...]) -> bytes:
         nvrtc.compileProgram(program, (*options, f"-I{_FOLDER}"))
         code = nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
-        raise RuntimeError(f"NVRTC does not compile {source}: {nvrtc.getProgramLog(program)}") from error
+        raise RuntimeError(f"{_OP}: NVRTC failed to compile {source}: {nvrtc.getProgramLog(program)}") from error
     finally:
         nvrtc.destroyProgram(program)
     manager.put(code, "kernels.cubin", binary=True)

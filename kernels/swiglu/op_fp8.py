@@ -80,7 +80,7 @@ def _check(gate, up, activation, dtype, granularity, scale_format, transpose) ->
     if not isinstance(transpose, bool):
         raise TypeError(f"swiglu_fp8: transpose must be a bool, got {type(transpose).__name__}")
     if transpose and granularity != "1x128":
-        raise ValueError(f"swiglu_fp8: transpose must go with granularity '1x128', got {granularity!r}")
+        raise ValueError(f"swiglu_fp8: transpose requires granularity '1x128', got {granularity!r}")
     cols = gate.shape[-1] // 2 if up is None else gate.shape[-1]
     if granularity == "row" and cols > MAX_ROW:
         raise ValueError(f"swiglu_fp8: gate must have rows of at most {MAX_ROW} with granularity 'row', got {cols}")

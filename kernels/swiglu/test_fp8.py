@@ -159,9 +159,9 @@ def test_the_op_keeps_the_rules_of_torch_library() -> None:
         (dict(scale_format="fp16"), ValueError, "scale_format must be"),
         (dict(transpose=1), TypeError, "transpose must be a bool"),
         (dict(granularity="column"), ValueError, "granularity must be one of 'row', '1x128'"),
-        (dict(granularity="row", transpose=True), ValueError, "transpose must go with granularity '1x128'"),
+        (dict(granularity="row", transpose=True), ValueError, "transpose requires granularity '1x128'"),
         (dict(granularity="row", gate=torch.empty(1, 65538)), ValueError, "rows of at most 32768"),
-        (dict(gate=torch.randn(2, 8, requires_grad=True)), RuntimeError, "gate requires a gradient"),
+        (dict(gate=torch.randn(2, 8, requires_grad=True)), RuntimeError, "gate must not require grad"),
     ],
 )
 def test_bad_input_raises_an_error_that_names_it(change, error, words) -> None:

@@ -54,26 +54,28 @@ def test_why_it_is_not_supported(monkeypatch):
     assert reason(y, gate, up[:1].expand(6, 1365)) is None  # rows of stride 0
     assert reason(packed[1:5, 3:1000], gate[:4, :997], up[2:6, 368:]) is None
     assert reason(y, gate, up, capability=(8, 0)) == "it needs a GPU of compute capability 9.0 (Hopper)"
-    assert reason(y.float(), gate.float(), up.float()) == "it takes bfloat16 and float16, not torch.float32"
+    assert reason(y.float(), gate.float(), up.float()) == "it supports bfloat16 and float16, not torch.float32"
     for t in (y, torch.empty(6, 64, dtype=BF16)[:, :32]):  # one row, and aligned rows
-        assert "not a single row nor strides that are multiples of 16" in reason(t, t, t)
-    contiguous = "it takes rows whose elements are contiguous"
+        assert "strides that are not multiples of 16" in reason(t, t, t)
+    contiguous = "it requires rows whose elements are contiguous"
     assert reason(y, gate, up[:, :1].expand(6, 1365)) == contiguous
     assert reason(y, gate, torch.empty(1365, 6, dtype=BF16).t()) == contiguous
     assert reason(packed[:, ::2], gate, up) == contiguous
     layout = Coalesced(2, 2**30 + 1, ((2**31 + 1, 1),) * 3, (False, False))
     assert "rows of up to 1073741824 elements" in unaligned.unsupported_reason(layout, BF16, HOPPER)
     layout = Coalesced(2**29, 1365, ((2731, 1),) * 3, (False, False))
-    assert "fewer than 2147483648 pieces" in unaligned.unsupported_reason(layout, BF16, HOPPER)
-    monkeypatch.setattr(cuda_driver, "no_compiler", lambda: "it is compiled by NVRTC, which comes with CuPy")
-    assert reason(y, gate, up) == "it is compiled by NVRTC, which comes with CuPy"
+    assert "fewer than 2147483648 warps" in unaligned.unsupported_reason(layout, BF16, HOPPER)
+    monkeypatch.setattr(cuda_driver, "no_compiler", lambda: "it is compiled by NVRTC through CuPy")
+    assert reason(y, gate, up) == "it is compiled by NVRTC through CuPy"
 
 
 def test_a_backend_that_cannot_run_says_why():
     """The error is raised before any launch: on a GPU because of the dtype, elsewhere because of the device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     packed = torch.randn(3, 2 * 1365, device=device)
-    with pytest.raises(RuntimeError, match='swiglu: backend="cuda" cannot run here: it (needs|takes)'):
+    with pytest.raises(
+        RuntimeError, match='swiglu: backend="cuda" cannot run here: it (needs|supports|requires|is only)'
+    ):
         swiglu(packed, backend="cuda")
     assert torch.equal(swiglu(packed, backend="triton"), swiglu(packed))
 

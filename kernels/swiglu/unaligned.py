@@ -22,13 +22,13 @@ def unsupported_reason(layout: Coalesced, dtype: torch.dtype, capability: tuple[
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if dtype not in _TYPES:
-        return f"it takes bfloat16 and float16, not {dtype}"
+        return f"it supports bfloat16 and float16, not {dtype}"
     if layout.aligned:
-        return "it takes rows that begin on any boundary, not a single row nor strides that are multiples of 16"
+        return "it is only for rows that are not aligned: more than one row, and strides that are not multiples of 16"
     if any(column != 1 for _, column in layout.strides):
-        return "it takes rows whose elements are contiguous"
+        return "it requires rows whose elements are contiguous"
     if layout.cols > MAX_COLS or layout.rows * warps_per_row(layout.cols, 1, True) >= MAX_WARPS:
-        return f"it takes rows of up to {MAX_COLS} elements, and fewer than {MAX_WARPS} pieces of a warp"
+        return f"it supports rows of up to {MAX_COLS} elements, and fewer than {MAX_WARPS} warps in all"
     return cuda_driver.no_compiler()
 
 

@@ -348,25 +348,25 @@ def _liger() -> None:
 def _takes(case: Case, mode: str) -> str | None:
     """The reason why `_torch` cannot run a case, or None."""
     if case.params.get("fp8") == "train":
-        return "scaled_mm has no gradient"
+        return "scaled_mm has no backward"
     if case.params.get("fp8") and case.dtype != BF16:
-        return "scaled_mm with scales of rows makes bf16"
+        return "scaled_mm with per-row scales returns only bfloat16"
     return None
 
 
 def _whole_llama(case: Case, mode: str) -> str | None:
     if case.params.get("fp8"):
-        return "it has no products in fp8"
+        return "has no GEMMs in fp8"
     whole = case.params.get("part", "layer") == "layer" and case.params.get("ffn") != "gelu"
-    return None if whole else "it has whole layers with SwiGLU"
+    return None if whole else "has only whole layers with SwiGLU"
 
 
 def _halves(case: Case, mode: str) -> str | None:
     if case.params.get("part") == "ffn":
-        return "there is no attention in this case"
+        return "this case has no attention"
     if reason := _takes(case, mode):
         return reason
-    return None if case.dtype in (BF16, FP16) else "cuDNN's attention takes fp16 and bf16"
+    return None if case.dtype in (BF16, FP16) else "cuDNN's attention supports only float16 and bfloat16"
 
 
 def _dense() -> Op:
@@ -394,18 +394,18 @@ def _dense_cost(case: Case, mode: str) -> Cost:
 
 
 def _dense_takes(case: Case, mode: str) -> str | None:
-    return None if case.params.get("fp8") and case.dtype == BF16 else "it stands beside cases in fp8"
+    return None if case.params.get("fp8") and case.dtype == BF16 else "compared only with fp8 cases"
 
 
 def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation == "fp8_matmul" and not case.params.get("fp8"):
-        return "it multiplies numbers of 8 bits"
+        return "requires fp8 weights"
     return None
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation == "fp8_matmul" and case.dtype != BF16:
-        return "it is what auto takes where results are not bf16"
+        return "same version as auto, since results are not bfloat16"
     return None
 
 

@@ -69,10 +69,10 @@ def pick_backend(backend: str, possible: bool) -> str:
 def _library_reason(rows: torch.Tensor, dtype: torch.dtype) -> str | None:
     """Why torch's scaled_mm does not support these operands, or None."""
     if not rows.is_cuda or torch.cuda.get_device_capability(rows.device) < FIRST_CAPABILITY:
-        return "it needs compute capability {}.{}".format(*FIRST_CAPABILITY)
+        return "it needs a GPU of compute capability {}.{} or later".format(*FIRST_CAPABILITY)
     if dtype != torch.bfloat16:
-        return "with scales of rows its results are bfloat16"
-    return None if rows.numel() else "there are no rows"
+        return f"it supports bfloat16 results with per-row scales, not {dtype}"
+    return None if rows.numel() else "it does not support x without rows"
 
 
 def check_backend(backend: str, in_fp8: bool, x: torch.Tensor) -> None:
@@ -80,6 +80,6 @@ def check_backend(backend: str, in_fp8: bool, x: torch.Tensor) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"llama_layer: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend != "auto" and not in_fp8:
-        raise ValueError(f"llama_layer: backend must be 'auto' but for products in fp8, got {backend!r}")
+        raise ValueError(f"llama_layer: backend must be 'auto' unless the weights are fp8, got {backend!r}")
     if backend == "cublas" and (reason := _library_reason(x, x.dtype)):
         raise RuntimeError(f'llama_layer: backend="cublas" cannot run here: {reason}')

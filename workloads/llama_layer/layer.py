@@ -163,8 +163,7 @@ def _no_gradient(**inputs: torch.Tensor | None) -> None:
     for name, tensor in inputs.items():
         if _recorded(tensor):
             raise RuntimeError(
-                f"llama_layer: {name} requires a gradient, and with weights in fp8 there is none: detach it, or call "
-                "this under torch.no_grad()"
+                f"llama_layer: {name} must not require grad with fp8 weights: detach it, or use torch.no_grad()"
             )
 
 
@@ -209,7 +208,7 @@ def _check(part, x, heads, kv_heads, norm_attention, w_qkv, w_o, cos, sin, norm_
     if part != "attention":
         needed |= dict(norm_ffn=norm_ffn, w_up=w_up, w_down=w_down)
     if missing := [name for name, value in needed.items() if value is None]:
-        raise ValueError(f"llama_layer: {part!r} needs {', '.join(missing)}")
+        raise ValueError(f"llama_layer: {', '.join(missing)} must be given with part={part!r}, got None")
     if x.dtype not in FLOATS:
         raise TypeError(f"llama_layer: x must be float32, float16 or bfloat16, got {x.dtype}")
     in_fp8 = _check_kinds(x, needed)

@@ -202,11 +202,11 @@ def stage_seconds(implementation: str, case: Case, mode: str, device: torch.devi
 
 def _unsupported(implementation: str, case: Case, mode: str) -> str | None:
     if implementation == "fp8":
-        return "attention in fp8 has no gradient"
+        return "attention in fp8 has no backward"
     if implementation != "auto" and case.dtype == FP32:
-        return "attention's versions are checked in fp32 with attention itself"
+        return "checked in fp32 by the tests of attention itself"
     if implementation in ABLATIONS and case.params:
-        return "what a part brings is shown without checkpoints"
+        return "ablations are timed only without checkpointing"
     return None
 
 
@@ -214,13 +214,13 @@ def _alias(implementation: str, case: Case, mode: str) -> str | None:
     s, d = sizes_of(case), case.dims
     rows, hidden = d["batch"] * (d["context"] + d["targets"]), rounded_up(s.d_ff, s.padding)
     if implementation == "apart-layers" and pick_layers(d["batch"], d["context"], d["targets"]) == "apart":
-        return "so auto has them here"
+        return "same version as auto"
     if implementation not in ("inline-gradients", "apart-projections"):
         return None
     if pick_weight_gradients(s.layers - 1, rows, s.d_model, hidden, case.dtype.itemsize) == "inline":
-        return "so auto has them here"
+        return "same version as auto"
     if implementation == "apart-projections" and pick_projections(d["batch"], d["targets"]) == "apart":
-        return "so auto has them here"
+        return "same version as auto"
     return None
 
 
@@ -252,7 +252,7 @@ def _fa4(compile: str | None = None) -> Callable[[], Op]:
 
 
 def _half(case: Case, mode: str) -> str | None:
-    return None if case.dtype == BF16 else "this attention takes fp16 and bf16"
+    return None if case.dtype == BF16 else "this attention supports only float16 and bfloat16"
 
 
 SPEC = KernelSpec(

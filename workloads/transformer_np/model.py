@@ -232,7 +232,7 @@ class TransformerNP(nn.Module):
         if d_model % heads:
             raise ValueError(f"TransformerNP: d_model must be a multiple of heads, got {d_model, heads}")
         if loss_impl == "fused" and heads_impl == "torch":
-            raise ValueError("TransformerNP: loss_impl fused needs ridgeline's heads, got heads_impl torch")
+            raise ValueError("TransformerNP: loss_impl 'fused' requires heads_impl 'fused' or 'auto', got 'torch'")
         self.dtype, self.plain_loss = dtype, loss_impl == "torch"
         self.weight_gradients, self.projections, self.layers_impl = weight_gradients, projections, layers_impl
         with_projections = isinstance(attention, str) and attention in WITH_PROJECTIONS
@@ -347,7 +347,7 @@ class TransformerNP(nn.Module):
             weights = whole.weights_of([block.weights() for block in self.blocks[:-1]])
             reason = whole.missing(rows, context, self.blocks[0].attention.heads, weights)
         if reason is not None and self.layers_impl == "whole":
-            raise RuntimeError(f"TransformerNP: layers_impl is whole, but {reason}")
+            raise RuntimeError(f"TransformerNP: layers_impl must not be 'whole' here: {reason}")
         return weights if reason is None else None
 
     def _why_apart(self, rows: torch.Tensor, places: list[gradients.Place] | list[None]) -> str | None:
@@ -355,10 +355,10 @@ class TransformerNP(nn.Module):
         if not rows.is_cuda:
             return "it needs a GPU"
         if not self.may_defer or torch.compiler.is_compiling():
-            return "it is for eager calls of ridgeline's attention, MLP and norm without a checkpoint"
+            return "it requires eager calls, ridgeline's attention, MLP and norm, and no checkpointing"
         deferred_ = all(place is not None and not place.operands.overlapped for place in places)
         if torch.is_grad_enabled() and not deferred_:
-            return "the gradients of weights must be deferred"
+            return "it requires deferred weight gradients (weight_gradients)"
         return None
 
     def loss(

@@ -286,7 +286,7 @@ def _check_rounded(rounded: torch.Tensor | None, weights: torch.Tensor, dtype: t
         return
     if not isinstance(rounded, torch.Tensor) or dtype is None or rounded.dtype != dtype:
         given = getattr(rounded, "dtype", rounded)
-        raise TypeError(f"transformer_np: rounded must be None or a tensor of dtype, {dtype}, got {given}")
+        raise TypeError(f"transformer_np: rounded must be None or a tensor of dtype {dtype}, got {given}")
     if rounded.shape != weights.shape or rounded.device != weights.device:
         wanted = f"{list(weights.shape)} on {weights.device}, like weights"
         raise ValueError(f"transformer_np: rounded must be {wanted}, got {tuple(rounded.shape)} on {rounded.device}")

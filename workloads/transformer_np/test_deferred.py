@@ -232,7 +232,7 @@ def test_rounding_in_the_optimizer(optimizer: str, monkeypatch: pytest.MonkeyPat
 def test_a_wrong_copy_is_refused() -> None:
     inputs = step_inputs(torch.float16)
     for rounded, error, message in (
-        (inputs["weights"], TypeError, "rounded must be None or a tensor of dtype, torch.float16, got torch.float32"),
+        (inputs["weights"], TypeError, "rounded must be None or a tensor of dtype torch.float16, got torch.float32"),
         (inputs["weights"].half()[1:], ValueError, r"rounded must be \[\d+\] on"),
     ):
         with pytest.raises(error, match=message):

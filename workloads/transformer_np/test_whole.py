@@ -84,9 +84,9 @@ def test_weights_that_lie_alike() -> None:
 
 def test_where_it_cannot_be() -> None:
     asked = model(device="cpu", layers_impl="whole")
-    with pytest.raises(RuntimeError, match="layers_impl is whole, but it needs a GPU"):
+    with pytest.raises(RuntimeError, match="layers_impl must not be 'whole' here: it needs a GPU"):
         asked.loss(**task(1, 4, 4, "cpu"))
-    assert "must lie together" in whole.missing(torch.zeros(1, 8, 512), 4, 8, None)
+    assert "in one buffer" in whole.missing(torch.zeros(1, 8, 512), 4, 8, None)
     with torch.device("meta"), pytest.raises(ValueError, match="layers_impl must be one of auto, whole, apart"):
         TransformerNP(1, 16, 2, 8, layers_impl="none")
 
@@ -95,7 +95,7 @@ def test_the_ablation_has_it_for_few_rows() -> None:
     spec = load("transformer_np")
     few, many = (spec.case(name) for name in ("64-500-b1-bf16", "64-500-b64-bf16"))
     assert spec.skip_reason("apart-layers", few, "train") is None
-    assert "auto has them" in spec.skip_reason("apart-layers", many, "train")
+    assert "same version as auto" in spec.skip_reason("apart-layers", many, "train")
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
@@ -284,13 +284,13 @@ def test_the_step_takes_it() -> None:
 @pytest.mark.parametrize(
     ("options", "shape", "reason"),
     [
-        (dict(flat=False), (1, 4, 4), "must lie together"),
+        (dict(flat=False), (1, 4, 4), "in one buffer"),
         (dict(dtype=torch.float16), (1, 4, 4), "bfloat16"),
-        (dict(sizes=dataclasses.replace(TINY, layers=3)), (1, 4, 4), "rows of 512"),
+        (dict(sizes=dataclasses.replace(TINY, layers=3)), (1, 4, 4), "d_model 512"),
         ({}, (1, 65, 4), "1 to 64 rows"),
-        (dict(weight_gradients="inline"), (1, 4, 4), "must be deferred"),
-        (dict(weight_gradients="overlapped"), (1, 4, 4), "must be deferred"),
-        (dict(checkpoint="block"), (1, 4, 4), "without a checkpoint"),
+        (dict(weight_gradients="inline"), (1, 4, 4), "deferred weight gradients"),
+        (dict(weight_gradients="overlapped"), (1, 4, 4), "deferred weight gradients"),
+        (dict(checkpoint="block"), (1, 4, 4), "no checkpointing"),
     ],
 )
 def test_what_it_does_not_take(options: dict, shape: tuple[int, int, int], reason: str) -> None:

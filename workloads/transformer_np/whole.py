@@ -35,7 +35,7 @@ def missing(x: torch.Tensor, context: int, heads: int, weights: Weights | None) 
     """Why layers with these weights (None if they are not in one buffer) cannot be one launch for the rows
     x [B, M + N, d]. None if they can."""
     if weights is None:
-        return "weights must lie together (TransformerNP.flatten_parameters)"
+        return "it requires weights in one buffer (TransformerNP.flatten_parameters)"
     return launches.missing(x, context, heads, weights)
 
 

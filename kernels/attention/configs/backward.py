@@ -57,9 +57,9 @@ SECTION_BYTES = 16 * 2**20  # of q, dout and fp32 dQ of the heads of a section: 
 
 
 def pick_backward(version: str, hopper: str = "", deterministic: bool = False) -> str:
-    """Returns the version of the backward that runs. `hopper`: "cuda" if that supports the problem, else "".
-    `deterministic`: dQ must be deterministic, and that of "cuda" is not. "fused" has fewer FLOPs than "separate" but
-    more memory traffic, so it runs on request only."""
+    """The version of the backward that runs. `hopper`: "cuda" if that supports the problem, else "". `deterministic`:
+    dQ must be deterministic; that of "cuda" is not. "auto" never selects "fused", which has fewer FLOPs than "separate"
+    but more memory traffic."""
     if version != "auto":
         return version
     return hopper if hopper and not deterministic else "separate"

@@ -153,13 +153,14 @@ def pick_forward(
     hopper: str = "",
     dim: int = 64,
 ) -> tuple[str, int]:
-    """The version of the forward that runs, and into how many splits the keys go: 1 except for "split".
-    `kv_heads` of all batches; `hopper`: the best version for Hopper that supports the problem, or "".
+    """The version of the forward that runs, and the number of splits along the keys: 1 except for "split".
+    `kv_heads`: of all batches. `hopper`: the best version for Hopper that supports the problem, or "".
 
-    "split" is taken where the model of its time (`split_time`) is below that of the other versions (`unsplit_time`): a
-    few query tiles do not fill the SMs, and splits do, at the cost of a second kernel. It is also taken where the rows
-    of all query heads of a KV head fit one tile of 64, as keys and values are then read once for all of these heads.
-    fp32 is never split: its backward recomputes scores with the forward's tiles, and expects the same rounding.
+    "auto" selects "split" where its estimated time (`split_time`) is less than that of the other versions
+    (`unsplit_time`): a few query tiles do not occupy all SMs; splits do, at the cost of a second kernel. It also
+    selects "split" where the rows of all query heads of a KV head fit one tile of 64: keys and values are then read
+    once for all of these heads. fp32 is never split: its backward recomputes scores with the forward's tiles, and
+    requires the same rounding.
     """
     rows = queries * group
     if version == "split":

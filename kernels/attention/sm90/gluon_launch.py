@@ -21,7 +21,7 @@ if NO_GLUON is None:
 def gluon_unsupported_reason(problem: Problem) -> str | None:
     """Returns why this forward cannot run a problem, or None if it can."""
     if problem.dim < 32:
-        return f"it supports head dimensions from 32 on, not {problem.dim}"
+        return f"it supports head dimensions of at least 32, not {problem.dim}"
     return tma_unsupported_reason(problem) or NO_GLUON
 
 

@@ -37,7 +37,7 @@ def cuda_bwd_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str 
     if problem.block != BLOCK:
         return f"it supports blocks of {BLOCK}, not {problem.block}"
     if problem.bias is not None:
-        return "it does not support a bias of blocks"
+        return "it does not support block_bias"
     return cuda_unsupported_reason(problem, *others)
 
 

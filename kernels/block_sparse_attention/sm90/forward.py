@@ -29,11 +29,11 @@ def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | No
     if problem.q.dtype not in (torch.float16, torch.bfloat16):
         return f"it supports float16 and bfloat16, not {problem.q.dtype}"
     if problem.unit(*others) != 8:
-        return "TMA needs rows, heads and batches on 16-byte boundaries"
+        return "it requires rows, heads and batches on 16-byte boundaries, for TMA"
     # Indices of a tile, of a key, and of an element of a head's table are 32 bits wide.
     places = problem.rows * (problem.columns + 3)
     if max(problem.all_heads * problem.rows, problem.queries + problem.keys, places) >= 2**31 - 2**20:
-        return "it counts tiles, keys and blocks in 32 bits, which would overflow"
+        return "its 32-bit indices of tiles, keys and blocks would overflow"
     return cuda_driver.no_compiler()
 
 

@@ -25,7 +25,7 @@ def unsupported_reason(scale_a: torch.Tensor, scale_b: torch.Tensor, capability:
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if scale_a.dtype != torch.float32 or scale_b.dtype != torch.float32:
-        return "it takes scales in float32"
+        return "it supports scales in float32"
     return cuda_driver.no_compiler()
 
 

@@ -30,7 +30,7 @@ def missing(x: torch.Tensor) -> str | None:
     if device_of(x)[0] != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if x.dtype not in HALVES:
-        return "it takes float16 and bfloat16"
+        return f"it supports float16 and bfloat16, not {x.dtype}"
     return cuda_driver.no_compiler()
 
 

@@ -22,9 +22,9 @@ def rows_unsupported_reason(a: torch.Tensor, b: torch.Tensor, block_m: int, capa
     """Why products.cu cannot multiply a [rows, depth] by b [groups, cols, depth] in tiles of `block_m` rows, or None if
     it can."""
     if block_m != BLOCK_M:
-        return f"it takes tiles of {BLOCK_M} rows, for groups of more than {BLOCK_M // 2} rows on average"
+        return f"its tiles have {BLOCK_M} rows, which requires more than {BLOCK_M // 2} rows per group on average"
     if a.numel() and a.stride(1) != 1:
-        return "it wants rows that are contiguous"
+        return "it requires contiguous rows"
     return _unsupported_reason(capability, a, b)
 
 
@@ -33,7 +33,7 @@ def weights_unsupported_reason(
 ) -> str | None:
     """Why products.cu cannot compute a weights' gradient with the layout of `dweights`, or None if it can."""
     if x.numel() and dy.numel() and (dy.stride(1) != 1 or x.stride(1) != 1):
-        return "it wants rows that are contiguous"
+        return "it requires contiguous rows"
     return _unsupported_reason(capability, dy, x, dweights)
 
 
@@ -41,17 +41,17 @@ def _unsupported_reason(capability: tuple[int, int], *tensors: torch.Tensor) -> 
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if tensors[0].dtype not in HALVES:
-        return "it takes float16 and bfloat16"
+        return f"it supports float16 and bfloat16, not {tensors[0].dtype}"
     if not all(t.numel() for t in tensors):
-        return "it takes no empty tensors"
+        return "it does not support empty tensors"
     for t in tensors:
         # The stride of a dimension of size 1 is arbitrary. TMA does not support a stride of 0.
         strides = [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
         in_vectors = all(stride > 0 and stride % VECTOR == 0 for stride in strides if stride != 1)
         if 1 not in t.stride()[-2:] or not in_vectors or any(size % VECTOR for size in _inner_sizes(t)):
-            return "it wants operands whose rows, or columns, are contiguous and of whole 16 bytes"
+            return "it requires operands with contiguous rows or columns whose sizes are multiples of 16 bytes"
         if t.data_ptr() % 16:
-            return "it wants operands on 16-byte boundaries"
+            return "it requires operands on 16-byte boundaries"
     return cuda_driver.no_compiler()
 
 

@@ -30,13 +30,13 @@ def unsupported_reason(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> s
     if device_of(x)[0] != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if x.dtype not in HALVES:
-        return "it takes float16 and bfloat16"
+        return f"it supports float16 and bfloat16, not {x.dtype}"
     if dim > MAX_DIM or dim_out > MAX_OUT:
-        return f"it takes at most {MAX_DIM} columns of x and {MAX_OUT} of y a head, got {dim} and {dim_out}"
+        return f"it supports at most {MAX_DIM} columns of x and {MAX_OUT} of y per head, got {dim} and {dim_out}"
     if not takes(x, w1):
-        return "it takes rows of x and w1 that have elements, contiguous, and on 16-byte boundaries"
+        return "it requires non-empty x and w1 with contiguous rows on 16-byte boundaries"
     if (rows // BLOCK + 1) * heads >= MAX_UNITS:
-        return "it takes fewer than 2^37 rows times heads"
+        return "it requires fewer than 2^37 rows times heads"
     return cuda_driver.no_compiler()
 
 

@@ -30,9 +30,9 @@ def unsupported_reason(p: Problem) -> str | None:
     if p.device.type != "cuda" or p.capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if p.dtype not in HALVES:
-        return "it supports float16 and bfloat16"
+        return f"it supports float16 and bfloat16, not {p.dtype}"
     if not p.aligned or p.dim % VECTOR or any(s[1] != 1 or s[0] % VECTOR for _, s in (p.hidden, p.weight)):
-        return "hidden and weight must have contiguous rows on 16-byte boundaries, and H must be a multiple of 8"
+        return "it requires hidden and weight with contiguous rows on 16-byte boundaries, and H a multiple of 8"
     return cuda_driver.no_compiler()
 
 

@@ -35,13 +35,13 @@ def unsupported_reason(
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if dtype != torch.bfloat16 or stochastic:
-        return "it takes bfloat16 and rounds to nearest"
+        return "it supports bfloat16, rounded to nearest"
     if strides[0] != 1 or strides[1] == 1 or rows % 2 or strides[1] % 2 or not aligned:
-        return "it takes a dim that is not the contiguous one, which has an even size, even strides, on 16 bytes"
+        return "it requires a dim other than the contiguous one, of even size, with even strides and 16-byte alignment"
     if block < STEP and -(-dim // block) % (STEP // block):
-        return f"it takes {STEP // block} blocks at a time"
+        return f"it requires a multiple of {STEP // block} blocks along dim"
     if max(rows, dim) > _LARGEST_SIZE:
-        return "it takes fewer than 2^31 rows and columns"
+        return f"it supports at most {_LARGEST_SIZE} rows and columns"
     return cuda_driver.no_compiler()
 
 

@@ -23,9 +23,9 @@ def unsupported_reason(dtype: torch.dtype, columns: int, capability: tuple[int, 
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if dtype not in HALVES:
-        return "it takes float16 and bfloat16"
+        return f"it supports float16 and bfloat16, not {dtype}"
     if columns % TILE:
-        return f"it takes N in multiples of {TILE}"
+        return f"it requires N a multiple of {TILE}, got {columns}"
     return cuda_driver.no_compiler()
 
 

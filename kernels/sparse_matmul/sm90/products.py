@@ -29,7 +29,7 @@ def unsupported_reason(
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if x.dtype not in HALVES:
-        return "it supports float16 and bfloat16"
+        return f"it supports float16 and bfloat16, not {x.dtype}"
     if x.shape[1] % 16 or values.shape[0] % 8:
         return "it requires K a multiple of 16 and N a multiple of 8"
     for t in (x, values):
@@ -49,7 +49,7 @@ def unsupported_reason_fp8(
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if out_dtype not in HALVES:
-        return "in 8 bits it supports results in float16 and bfloat16"
+        return f"with fp8 x it supports out_dtype float16 and bfloat16, not {out_dtype}"
     if values.shape[0] % 8:
         return "it requires N a multiple of 8"
     if metadata.data_ptr() % 16:

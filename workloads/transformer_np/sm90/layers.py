@@ -111,26 +111,26 @@ def missing(x: torch.Tensor, context: int, heads: int, weights: Weights) -> str 
     if not x.is_cuda or torch.cuda.get_device_capability(x.device) != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if x.dtype != torch.bfloat16 or weights.qkv.dtype != x.dtype:
-        return "it takes bfloat16"
+        return "it supports bfloat16 only"
     if not len(x):
-        return "it takes at least one sequence"
+        return "it requires at least one sequence"
     if weights.attention_gamma.dtype not in (x.dtype, torch.float32):
-        return "weights of norms must be bfloat16 or float32"
+        return "it requires norm weights in bfloat16 or float32"
     reason = missing_sizes(x.shape[2], heads, weights.up.shape[0], context, x.shape[1] - context)
     if reason is not None:
         return reason
     tensors = (x, weights.qkv, weights.out, weights.up, weights.down)
     if any(t.data_ptr() % ALIGNMENT for t in tensors) or weights.pitch * x.element_size() % ALIGNMENT:
-        return f"rows and weights must begin on {ALIGNMENT}-byte boundaries"
+        return f"it requires rows and weights on {ALIGNMENT}-byte boundaries"
     return cuda_driver.no_compiler()
 
 
 def missing_sizes(width: int, heads: int, hidden: int, context: int, targets: int) -> str | None:
     """Why the kernels do not support these sizes, or None."""
     if width != WIDTH or heads != HEADS or hidden % PANEL or not HIDDEN[0] <= hidden <= HIDDEN[1]:
-        return f"it takes rows of {WIDTH}, {HEADS} heads and a hidden of {HIDDEN[0]} to {HIDDEN[1]} in steps of {PANEL}"
+        return f"it supports d_model {WIDTH}, {HEADS} heads, d_ff {HIDDEN[0]} to {HIDDEN[1]} in multiples of {PANEL}"
     if not 0 < context <= ROWS or targets < 1:
-        return f"it takes 1 to {ROWS} rows of a context, and targets"
+        return f"it supports 1 to {ROWS} rows of context, and at least one target"
     return None
 
 
