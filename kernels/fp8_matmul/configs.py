@@ -77,6 +77,7 @@ def pick_config(
       scale. Without block scales 64 on sm_89, which has 99 KiB of shared memory.
     - Two sets of accumulators, the tensor cores' and fp32, are 128 registers a thread with a tile of 128 x 128 in 8
       warps. Without the second (`fast_accum`), a tile is twice as wide and loads 48 KiB where two narrow ones load 64.
+      Its stages do not fit into the 99 KiB of sm_120.
     - Up to 64 rows the reads of b are the bound: narrower tiles, and from Hopper on 8 pipeline stages. With 8192 rows
       of b two CTAs per SM then have 56 KiB of b in flight, where 32 KiB per SM are needed (4254 GB/s for 1 us); with
       tiles of 64 and 4 stages it was one CTA with 24 KiB.
@@ -91,7 +92,7 @@ def pick_config(
         return Config(block_m, _fit(cols, 64), block_k, group_m=8, num_warps=4, num_stages=4)
     if capability < (9, 0):
         return Config(block_m, _fit(cols, 128), block_k, group_m=8, num_warps=8, num_stages=3)
-    if fast_accum and not blocked:
+    if fast_accum and not blocked and capability < (12, 0):
         return Config(block_m, _fit(cols, 256), block_k, group_m=8, num_warps=8, num_stages=4)
     return Config(block_m, _fit(cols, 128), block_k, group_m=8, num_warps=8, num_stages=4)
 

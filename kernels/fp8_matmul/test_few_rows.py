@@ -150,11 +150,13 @@ def test_fast_accum_is_a_permission(compiler, scaling: str) -> None:
 
 
 @ON_HOPPER
-def test_layouts(compiler) -> None:
-    """Operands that are slices of wider rows, unaligned operands, and column-major scales."""
-    a, b, scale_a, scale_b = operands(21, 656, 272, "1x128")
+@pytest.mark.parametrize("rows", [21, 200])
+def test_layouts(compiler, rows: int) -> None:
+    """Operands that are slices of wider rows, whose other elements are NaN, unaligned operands, and column-major
+    scales. With 200 rows in products.cu."""
+    a, b, scale_a, scale_b = operands(rows, 656, 272, "1x128")
     want = fp8_matmul(a, b, scale_a, scale_b, backend="cuda")
-    wide_a, wide_b = (torch.zeros(len(t), 704, dtype=torch.uint8, device="cuda") for t in (a, b))
+    wide_a, wide_b = (torch.full((len(t), 704), 0xFF, dtype=torch.uint8, device="cuda") for t in (a, b))
     for offset in (16, 3):
         x, w = (t[:, offset : offset + 656] for t in (wide_a, wide_b))
         x.copy_(a.view(torch.uint8)), w.copy_(b.view(torch.uint8))

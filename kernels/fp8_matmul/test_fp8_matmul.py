@@ -240,13 +240,18 @@ def test_an_older_gpu_is_an_error_that_names_what_is_needed(monkeypatch: pytest.
         op._check(a.as_subclass(OnAGpu), b, *scales, None, torch.bfloat16, False, "auto")
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
 def test_every_size_has_a_configuration(capability: tuple[int, int]) -> None:
     sizes = itertools.product((1, 16, 17, 64, 300, 70000), (16, 112, 8192), (0, 16, 144, 8192), (False, True))
     for (rows, cols, depth, blocked), fast in itertools.product(sizes, (False, True)):
         config = configs.pick_config(rows, cols, depth, blocked, fast and not blocked, capability)
         assert config.block_m * config.block_n <= 64 * 32 * config.num_warps * (1 + fast)
         assert config.block_k >= 32
+        stage = (config.block_m + config.block_n) * config.block_k
+        if capability in ((8, 9), (12, 0)):  # without wgmma Triton keeps one stage less in shared memory
+            assert stage * (config.num_stages - 1) <= 99 << 10
+        else:
+            assert stage * config.num_stages <= 227 << 10
         if blocked:  # a K-block has one scale, and so has a tile's 128x128 block
             assert config.block_k == 128 or config.block_k >= depth
             assert 128 % config.block_n == 0

@@ -9,7 +9,7 @@ from .launch import Plans, lean, signature
 from .plans import BACKENDS, Needs, Optional, bwd_plan, fwd_plan
 from .schedule import table_size
 
-MAX_ROWS = 2**31 - 1
+MAX_SIZE = 2**31 - 512  # row and column indices are 32-bit, including the end of the last tile
 INTEGERS = (torch.int32, torch.int64)
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
@@ -35,7 +35,7 @@ def grouped_gemm(
     sums have a fixed order: repeated runs agree bit for bit. The host never reads the offsets: there is no
     synchronisation, and one CUDA graph serves all of their values.
 
-    x        [T, K], float32, float16 or bfloat16, T < 2^31, any strides
+    x        [T, K], float32, float16 or bfloat16, any strides. T, K and N are at most 2^31 - 512.
     weights  [G, N, K], dtype of x, any strides. A weight [G, K, N] is passed as its view `weights.mT`, and is read in
              place as well. The gradient has the strides of weights if these are dense.
     offsets  [G], int32 or int64, on x's device: the end of each group's rows; group 0 begins at row 0. They should be
@@ -70,12 +70,14 @@ def grouped_gemm(
 def _check(x, weights, offsets, bias, backend) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
         raise TypeError(f"grouped_gemm: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
-    if x.dim() != 2 or x.shape[0] > MAX_ROWS:
-        raise ValueError(f"grouped_gemm: x must be [T, K] with T < 2^31, got shape {tuple(x.shape)}")
+    if x.dim() != 2 or max(x.shape) > MAX_SIZE:
+        wanted = f"[T, K] with both at most {MAX_SIZE}"
+        raise ValueError(f"grouped_gemm: x must be {wanted}, got shape {tuple(x.shape)}")
     if not isinstance(weights, torch.Tensor) or weights.dtype != x.dtype:
         raise TypeError(f"grouped_gemm: weights must be a tensor of x's dtype {x.dtype}, got {kind(weights)}")
-    if weights.dim() != 3 or weights.shape[2] != x.shape[1]:
-        raise ValueError(f"grouped_gemm: weights must be [G, N, {x.shape[1]}] like x, got {tuple(weights.shape)}")
+    if weights.dim() != 3 or weights.shape[2] != x.shape[1] or weights.shape[1] > MAX_SIZE:
+        wanted = f"[G, N, {x.shape[1]}] like x with N at most {MAX_SIZE}"
+        raise ValueError(f"grouped_gemm: weights must be {wanted}, got {tuple(weights.shape)}")
     if not isinstance(offsets, torch.Tensor) or offsets.dtype not in INTEGERS:
         raise TypeError(f"grouped_gemm: offsets must be a tensor of int32 or int64, got {kind(offsets)}")
     if offsets.shape != weights.shape[:1]:

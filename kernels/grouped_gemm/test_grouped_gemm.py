@@ -256,12 +256,20 @@ def test_one_graph_for_all_offsets() -> None:
         torch.testing.assert_close(y, grouped_gemm_reference(x, weights, offsets), rtol=2e-2, atol=2e-2)
 
 
+def test_sizes_that_tiles_cannot_count_are_errors() -> None:
+    """Just below 2^31 the number of tiles or K-blocks, rounded up in 32 bits, would be negative."""
+    one, offsets = torch.ones(1, 1, 1, device=DEVICE), torch.ones(1, device=DEVICE, dtype=torch.int32)
+    for name, rows, n, k in (("x", 2**31 - 1, 1, 1), ("x", 1, 1, 2**31 - 8), ("weights", 1, 2**31 - 8, 1)):
+        with pytest.raises(ValueError, match=f"{name} must be .* at most {2**31 - 512}"):
+            grouped_gemm(one[0].expand(rows, k), one.expand(1, n, k), offsets)
+
+
 def test_says_what_is_wrong() -> None:
     x, weights, offsets = operands([3, 20, 33], 40, 18, 20)
     wrong = (
         (TypeError, "x must be a tensor of float32", dict(x=x.to(torch.int32))),
         (ValueError, r"x must be \[T, K\]", dict(x=x[None])),
-        (ValueError, r"x must be \[T, K\] with T < 2\^31", dict(x=x[:1].expand(2**31, 20))),
+        (ValueError, r"x must be \[T, K\] with both at most", dict(x=x[:1].expand(2**31 - 511, 20))),
         (TypeError, "weights must be a tensor of x's dtype", dict(weights=weights.half())),
         (ValueError, r"weights must be \[G, N, 20\]", dict(weights=weights.mT)),
         (TypeError, "offsets must be a tensor of int32 or int64, got torch.int16", dict(offsets=offsets.short())),

@@ -78,7 +78,14 @@ def test_what_it_takes() -> None:
     assert "empty tensors" in str(rows(x[:0], weights))
     assert "contiguous rows" in str(rows(x.mT.contiguous().mT, weights))
     assert "on 16-byte boundaries" in str(rows(torch.randn(512, 72).half()[:, 1:65], weights))
-    for a, b in ((x[:, :60], weights[:, :, :60]), (x[:1].expand(512, 64), weights), (x, weights[:, :70])):
+    overlapping = torch.randn(575).half().unfold(0, 64, 1), torch.randn(3, 136).half().unfold(1, 64, 1)[:, :72]
+    for a, b in (
+        (x[:, :60], weights[:, :, :60]),
+        (x[:1].expand(512, 64), weights),
+        (x, weights[:, :70]),
+        (overlapping[0], weights),
+        (x, overlapping[1]),
+    ):
         assert "multiples of 16 bytes" in str(rows(a, b))
 
 
@@ -89,6 +96,8 @@ def test_what_the_gradient_of_weights_takes() -> None:
     assert products.weights_unsupported_reason(dy, x, weights.mT.contiguous().mT, HOPPER) == missing
     expanded = torch.ones(1).half().expand(512, 72)
     assert "contiguous" in str(products.weights_unsupported_reason(expanded, x, weights, HOPPER))
+    overlapping = torch.randn(575).half().unfold(0, 64, 1)
+    assert "contiguous" in str(products.weights_unsupported_reason(dy, overlapping, weights, HOPPER))
 
 
 def test_backend_is_checked() -> None:
@@ -237,6 +246,15 @@ def test_rows_at_a_stride(compiler) -> None:
     wide[:, 24:224] = x
     dy = torch.randn(1000, 264, device="cuda").bfloat16()
     agrees(gradients(wide[:, 24:224], weights, offsets, dy), gradients(x, weights, offsets, dy, None, None))
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+def test_rows_that_overlap(compiler) -> None:
+    """Rows one element apart. TMA cannot read them, so that "auto" takes Triton."""
+    _, weights, offsets = operands(SPLITS["ragged"], 264, 200)
+    x, dy = torch.randn(1199, device="cuda").bfloat16().unfold(0, 200, 1), torch.randn(1000, 264, device="cuda")
+    given = x, weights, offsets, dy.bfloat16()
+    agrees(gradients(*given, backend="auto"), gradients(*given, None, None))
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

@@ -11,7 +11,7 @@ import torch
 
 from harness.compiling import nvrtc, sass
 
-from . import configs, plans
+from . import configs, operands, plans
 from .bench import FORWARDS, GRADIENTS, _cuda_candidates
 from .op import grouped_gemm_fp8
 from .op_wgrad import grouped_gemm_fp8_wgrad
@@ -283,12 +283,30 @@ def test_what_is_nan_stays_in_its_group(compiler, monkeypatch, block_n: int, tur
     assert torch.equal(y[:200], want[:200]) and torch.equal(y[460:700], want[460:700])
     assert y[200:460].isnan().all() and not y[700:].any()
 
-    dy_t, x_t, *rest = gradient([200, 460, 701], ROWS, 272, 400)
+    # The third group, of ten rows, has such neighbours on both sides in its only block.
+    dy_t, x_t, *rest = gradient([200, 460, 470, 500, 701], ROWS, 272, 400)
     want = grouped_gemm_fp8_wgrad(dy_t, x_t, *rest, backend="cuda")
     for codes_t in (dy_t, x_t):
-        codes_t.view(torch.uint8)[:, 200:460], codes_t.view(torch.uint8)[:, 701:] = 0x7F, 0xFF
+        for bad, code in ((slice(200, 460), 0x7F), (slice(470, 500), 0xFF), (slice(701, ROWS), 0xFF)):
+            codes_t.view(torch.uint8)[:, bad] = code
     dweights = grouped_gemm_fp8_wgrad(dy_t, x_t, *rest, backend="cuda")
-    assert torch.equal(dweights[::2], want[::2]) and dweights[1].isnan().all()
+    assert torch.equal(dweights[::2], want[::2]) and dweights[1::2].isnan().all()
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@PRODUCTS
+def test_rows_between_others_are_read_in_place(compiler, function, make) -> None:
+    """Slices of wider rows, whose other elements are NaN, behind the last K-block too."""
+    a, b, *rest = make(SPLITS["ragged"], ROWS, 272, 400)
+    want = function(a, b, *rest, backend="cuda")
+
+    def between(t: torch.Tensor) -> torch.Tensor:
+        wide = torch.full((*t.shape[:-1], t.shape[-1] + 32), 0xFF, dtype=torch.uint8, device=t.device)
+        wide[..., 16:-16] = t.view(torch.uint8)
+        return wide[..., 16:-16].view(t.dtype)
+
+    assert operands.in_place(between(a)) and operands.in_place(between(b))
+    assert torch.equal(function(between(a), between(b), *rest, backend="cuda"), want)
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

@@ -45,10 +45,11 @@ def _unsupported_reason(capability: tuple[int, int], *tensors: torch.Tensor) -> 
     if not all(t.numel() for t in tensors):
         return "it does not support empty tensors"
     for t in tensors:
-        # The stride of a dimension of size 1 is arbitrary. TMA does not support a stride of 0.
+        # The stride of a dimension of size 1 is arbitrary. TMA does not support a stride of 0, nor one of 1 in a second
+        # dimension, as in rows that overlap (`unfold`).
         strides = [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
-        in_vectors = all(stride > 0 and stride % VECTOR == 0 for stride in strides if stride != 1)
-        if 1 not in t.stride()[-2:] or not in_vectors or any(size % VECTOR for size in _inner_sizes(t)):
+        apart = strides.count(1) == 1 and all(s > 0 and s % VECTOR == 0 for s in strides if s != 1)
+        if 1 not in t.stride()[-2:] or not apart or any(size % VECTOR for size in _inner_sizes(t)):
             return "it requires operands with contiguous rows or columns whose sizes are multiples of 16 bytes"
         if t.data_ptr() % 16:
             return "it requires operands on 16-byte boundaries"
