@@ -60,7 +60,7 @@ def _narrowed(arguments: argparse.Namespace) -> list[str]:
 
 
 def floors(selections: Sequence[options.Selection], gpu: roofline.Gpu) -> list[tuple[str, ...]]:
-    """A row with the least time of each case on that GPU, from the data sheet's ceilings."""
+    """A row with the least time of each case on that GPU, from the datasheet's ceilings."""
     rows: list[tuple[str, ...]] = []
     for selection in selections:
         for case, mode in selection.groups():

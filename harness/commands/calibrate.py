@@ -1,7 +1,7 @@
 """Measures the ceilings of this GPU, on random data: the bandwidth of a copy, of a read and of two reads and a write,
 and the rate of plain GEMMs, in fp8 with fast accumulation.
 
-No program reaches the data sheet's figures, so a percentage of them says little about a kernel. With --gpus N it also
+No program reaches the datasheet's figures, so a percentage of them says little about a kernel. With --gpus N it also
 measures the rates of the links between that many GPUs of this host, by engine, direction and size.
 """
 

@@ -42,11 +42,10 @@ from ..reporting import (
 from ..reporting.entries import Records
 from ..reporting.findings import Finding, findings, modes_of
 
-LEFT_OUT = "Cases excluded from the means over the best peer, by reason (a case may have several):"
+LEFT_OUT = "Cases excluded from the means over the fastest peer, by reason (a case may have several):"
 ABSENT = "Peers that support these cases but were not installed:"
 NEWER = (
-    "Peers that were not in the run of these cases, because they were added later or the run was restricted to fewer "
-    "peers:"
+    "Peers missing from the run of these cases, because they were added later or the run was restricted to fewer peers:"
 )
 BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- report:end -->)", re.DOTALL)
 
@@ -261,16 +260,18 @@ def readme_block(folder: Path) -> str:
     gpu, found = gpus(records), findings(records)
     lines = [
         "",
-        f"![Share of the roofline of {gpu} that our kernels reach]({link}/overview.svg)",
+        f"![Share of the roofline of {gpu} that the kernels reach]({link}/overview.svg)",
         "",
         *short_tables.of_kernels(found, link),
         "",
-        f"{markdown.sentence(gpu)}, PyTorch {torch}, Triton {triton}. *Included*: how many of the cases are in the "
-        "geometric mean in the next column; the range is their minimum and maximum. The best peer is the fastest of "
-        "all that ran in the same rounds. *PyTorch* is what a PyTorch user would write. A row marked fp8 has the cases "
-        "that our kernel computes in fp8, whatever precision the peers use. "
-        f"[The full report]({link}/README.md) begins with a table of how many cases are faster or slower than which "
-        "peer. It has every case with its confidence interval, peers, clocks and errors, and lists the excluded cases.",
+        f"{markdown.sentence(gpu)}, PyTorch {torch}, Triton {triton}. Speed-up: the other implementation's time "
+        "divided by the kernel's. *In the mean*: how many of the cases the geometric mean in the next column includes; "
+        "the range is their minimum and maximum. The *fastest peer* is the fastest other implementation in the same "
+        "rounds, torch.compile included. *PyTorch* is what a PyTorch user would write. A row marked fp8 has the cases "
+        "that the kernel computes in fp8, whatever precision the peers use. "
+        f"[The full report]({link}/README.md) begins with the number of cases that are faster or slower than the "
+        "fastest peer. It has every case with its confidence interval, peers, clocks and errors, and lists the "
+        "excluded cases.",
         "",
         *([said, ""] if (said := aggregates.unthrottled(found)) else []),
         *([LEFT_OUT, "", *left_out, ""] if (left_out := aggregates.captions(found)) else []),
@@ -298,7 +299,7 @@ def kernel_block(folder: Path, kernel: str) -> str:
         lines += training.image(kernel, f"{link}/")
     lines += [
         f"{markdown.sentence(gpu)}. [The report]({link}/{kernel}.md) has all implementations, confidence intervals, "
-        "clocks and errors, and explains the marks.",
+        "clocks and errors, and explains columns and marks.",
         "",
     ]
     return "\n".join(lines)
