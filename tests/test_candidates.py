@@ -322,7 +322,7 @@ def test_what_is_wrong_with_a_path_is_said(own: Path, capsys) -> None:
     for file in own.glob("*.py"):
         (copy / file.name).write_text(file.read_text())
     assert cli.main(["list", "--kernel", "my-kernel", "--kernel", "./copy"]) == 2
-    assert "more than one SPEC is called 'double'" in capsys.readouterr().err
+    assert "more than one SPEC has the name 'double'" in capsys.readouterr().err
 
 
 IN_PYTHON = """

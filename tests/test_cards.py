@@ -184,4 +184,4 @@ def test_a_bench_on_an_h100_writes_into_its_own_folder(
     code = cli.main(["bench", "--gpu", asked])
     assert seen == ([ROOT / "reports" / found] if found else []) and code == (0 if found else 2)
     if not found:
-        assert "the GPU found here is 'NVIDIA H100 80GB HBM3' (h100)" in capsys.readouterr().err
+        assert "the GPU found is 'NVIDIA H100 80GB HBM3' (h100)" in capsys.readouterr().err

@@ -179,7 +179,7 @@ def warned(rows: Rows) -> Rows:
 
 def unqueued(rows: Rows) -> Rows:
     (quack,) = [r for r in rows if r["implementation"] == "quack"]
-    quack["warnings"] = ["cannot be queued before it runs: the host's time may be in its times"]
+    quack["warnings"] = ["cannot be queued ahead of the GPU: its times may include host time"]
     return rows
 
 

@@ -62,5 +62,5 @@ def test_what_cannot_be_said(checkout: Path, tmp_path_factory: pytest.TempPathFa
         trend.main(argparse.Namespace(kernel=["nonesuch"], out=None), checkout)
     (elsewhere := tmp_path_factory.mktemp("plain") / "reports").mkdir()
     (checkout / "reports" / "h200").rename(elsewhere / "h200")
-    with pytest.raises(ValueError, match="no git checkout"):
+    with pytest.raises(ValueError, match="not a git checkout"):
         trend.main(argparse.Namespace(kernel=None, out=None), elsewhere.parent)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import options, record
+from .. import record
 from ..nsight import profile_report
 from ..registry import COLLECTIONS, ROOT
 from ..reporting import (
@@ -51,14 +51,21 @@ BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- re
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.add_output(parser, "every folder of reports/ that has records")
     parser.add_argument(
-        "--readme", action="store_true", help="also rewrite the marked blocks of README.md and of the kernels' READMEs"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of one GPU's report, with its records (default: every folder of reports/ that has records)",
     )
     parser.add_argument(
-        "--compact", action="store_true", help="first drop superseded and redundant data from the records"
+        "--readme", action="store_true", help="also update the generated blocks of README.md and the kernels' READMEs"
     )
-    parser.add_argument("--no-charts", action="store_true", help="pages without SVG, where matplotlib is not installed")
+    parser.add_argument(
+        "--compact", action="store_true", help="first remove superseded and redundant data from the records"
+    )
+    parser.add_argument(
+        "--no-charts", action="store_true", help="pages without charts, e.g. if matplotlib is not installed"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -67,7 +74,9 @@ def main(arguments: argparse.Namespace) -> int:
         raise FileNotFoundError("no records under reports/: run bench first")
     with_charts = not arguments.no_charts
     if with_charts and not charts.available():
-        raise ValueError("the charts need matplotlib, which is not installed; --no-charts writes the pages alone")
+        raise ValueError(
+            "the charts need matplotlib, which is not installed; --no-charts writes the pages without them"
+        )
     if arguments.compact:
         for path in (path for folder in folders for path in record.files(folder)):
             record.compact(path)

@@ -54,9 +54,14 @@ class Point:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--kernel", action="append", metavar="NAME", help="only this kernel (default: all with records)"
+        "--kernel",
+        action="append",
+        metavar="NAME",
+        help="only this kernel (default: all with records); may be given more than once",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: reports/, in the folder of each GPU")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="output folder, one folder per GPU in it (default: reports/)"
+    )
 
 
 def main(arguments: argparse.Namespace, root: Path = ROOT) -> int:
@@ -64,7 +69,7 @@ def main(arguments: argparse.Namespace, root: Path = ROOT) -> int:
     if unknown := set(arguments.kernel or ()) - {path.stem for path in paths}:
         raise ValueError(f"no records of {', '.join(sorted(unknown))} under reports/")
     if git.output(root, "rev-parse", "HEAD") is None:
-        raise ValueError(f"{root} is no git checkout: a trend is what the history of the records says")
+        raise ValueError(f"{root} is not a git checkout: trends are read from the history of the records")
     for path in paths:
         folder = path.parent.parent
         out = (arguments.out or root / "reports") / folder.name / f"{path.stem}-trend.md"
