@@ -234,7 +234,7 @@ def test_every_spec_says_what_its_pytorch_is_and_its_rows_do(kernel):
 
 
 def test_a_pytorch_that_is_no_baseline_is_refused():
-    with pytest.raises(ValueError, match=r"pytorch names \['torch'\], which are no baselines"):
+    with pytest.raises(ValueError, match=r"pytorch names \['torch'\], which are not baselines"):
         dataclasses.replace(registry.load("rmsnorm"), baselines=(EAGER,), pytorch=("torch",))
 
 

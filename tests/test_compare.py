@@ -171,7 +171,7 @@ def test_a_slower_machine_is_named_before_the_table(tmp_path: Path, capsys: pyte
     head, table = text.split("| verdict |")
     assert "| power limit (W) | 700 | 500 |" in head
     assert "| driver | 580.00 | 590.00 |" in head and "| Triton | 3.6.0 | 3.7.0 |" in head
-    assert "The peer *eager* changed by +8" in head
+    assert "*eager*, which is not this repository's code, changed by +8" in head
     assert "eager changed alike: probably the machine, not the kernel" in table
 
 

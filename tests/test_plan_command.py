@@ -25,8 +25,9 @@ def test_rates_are_those_of_the_records_unless_they_are_given(capsys: pytest.Cap
     command = ["plan", "--gpus", "64", "--seq", "1048576"]
     assert cli.main(command) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("A prediction, not a measurement: ring_attention fwd, heads and mask of x2-b1-h32-8-q1048576")
-    rates = re.findall(r"^([\d.]+) (TFLOP/s|GB/s) a (?:GPU|link): (.*)\.$", shown, re.MULTILINE)
+    said = "A prediction, not a measurement: ring_attention fwd, heads and mask of x2-b1-h32-8-q1048576"
+    assert shown.startswith(said)
+    rates = re.findall(r"^([\d.]+) (TFLOP/s|GB/s) per (?:GPU|link): (.*)\.$", shown, re.MULTILINE)
     assert [unit for _, unit, _ in rates] == ["TFLOP/s", "GB/s"]
     assert 300 < float(rates[0][0]) < 1000 and 100 < float(rates[1][0]) < 450
     assert re.match(r"attention on one GPU, x\d+-b1-h32-8-q", rates[0][2])

@@ -104,7 +104,8 @@ def test_every_candidate_is_timed_or_has_its_reason():
     assert found[64] == (10.0, None)
     assert found[128] == (8.0, None)
     assert found[256] == (8.2, None)
-    assert found[512] == (None, "gives a different result than the selected configuration")  # or it would be the fastest
+    # Otherwise it would be the fastest.
+    assert found[512] == (None, "gives a different result than the selected configuration")
     assert found[1024] == (None, "RuntimeError: out of resources with 1024")
 
 

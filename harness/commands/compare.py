@@ -222,7 +222,8 @@ class Comparison:
         else:
             lines += ["Same GPU, driver, clock and power limits, and versions on both sides.", ""]
         for name, change, count in self.drift:
-            lines.append(f"The peer *{name}* changed by {_change(change)} (median of {count} rows).  ")
+            said = f"changed by {_change(change)} (median of {count} rows)"
+            lines.append(f"*{name}*, which is not this repository's code, {said}.  ")
         lines += [""] if self.drift else []
         counts = Counter(pair.verdict for pair in self.pairs)
         lines += [
