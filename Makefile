@@ -11,28 +11,28 @@ RUN = $(NOX) -s $@ $(if $(ARGS),-- $(ARGS))
 
 .PHONY: help setup test bench profile report compare lint clean
 
-help: ## this list (the default)
+help: ## print this list (the default)
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf 'make %-9s %s\n' "$$name" "$$what"; done
 
-setup: $(NEEDS) ## make the shared environment, .venv
+setup: $(NEEDS) ## create the shared environment, .venv
 	$(RUN)
 
-test: $(NEEDS) ## run all tests
+test: $(NEEDS) ## run all tests except the slow ones
 	$(RUN)
 
-bench: $(NEEDS) ## check and time every kernel; without a GPU: check, build and floors
+bench: $(NEEDS) ## check and time every kernel; without a GPU: check, compile, roofline bounds
 	$(RUN)
 
-profile: $(NEEDS) ## Nsight Compute over every kernel
+profile: $(NEEDS) ## profile every kernel with Nsight Compute
 	$(RUN)
 
-report: $(NEEDS) ## Markdown and SVG from the records
+report: $(NEEDS) ## generate the reports (Markdown and SVG) from the records
 	$(RUN)
 
-compare: $(NEEDS) ## two sets of records: ARGS="--baseline A --current B"
+compare: $(NEEDS) ## compare two sets of records: ARGS="--baseline A --current B"
 	$(RUN)
 
-lint: $(NEEDS) ## ruff
+lint: $(NEEDS) ## run ruff check and ruff format --check
 	$(RUN)
 
 clean: ## remove environments, caches and build products; reports stay
@@ -48,6 +48,6 @@ $(BOOTSTRAP)/bin/nox: constraints.txt
 	elif $(PYTHON) -m pip --version >/dev/null 2>&1; then \
 	    $(PYTHON) -m venv --without-pip $(BOOTSTRAP) && $(PYTHON) -m pip --python $(BOOTSTRAP)/bin/python install -q -c constraints.txt nox; \
 	else \
-	    echo "this Python has neither ensurepip nor pip: install python3-venv, or name a nox with make NOX=…" >&2; exit 1; \
+	    echo "this Python has neither ensurepip nor pip: install python3-venv, or use an installed nox: make NOX=…" >&2; exit 1; \
 	fi
 	@touch $@

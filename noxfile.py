@@ -35,7 +35,7 @@ def environment(session: nox.Session) -> str:
     options = session._runner.global_config  # nox has no public interface for these two options
     if options.force_venv_backend == "none":
         if not options.no_install:
-            session.error("--no-venv would install into the environment in use: add --no-install to take it as it is")
+            session.error("--no-venv would install into the current environment: add --no-install to use it unchanged")
         if importlib.util.find_spec("torch"):
             return sys.executable
         python = shutil.which("python") or shutil.which("python3") or sys.executable
@@ -45,7 +45,7 @@ def environment(session: nox.Session) -> str:
     python = VENV / "bin" / "python"
     if options.no_install:
         if not python.exists():
-            session.error("--no-install needs a .venv that is there; add --no-venv for the environment in use")
+            session.error("--no-install needs an existing .venv; add --no-venv to use the current environment")
         return str(python)
     if not python.exists():
         _make_venv(session, VENV)
@@ -64,8 +64,8 @@ def _fill_venv(session: nox.Session, python: str) -> None:
     project = nox.project.load_toml("pyproject.toml")
     dev = nox.project.dependency_groups(project, "dev")
     missed = {
-        "cuda": "CuPy could not be installed: kernels in CUDA C++ leave their work to the Triton ones.",
-        "peers": "The peers could not be installed: the reports will have them as skipped, with that reason.",
+        "cuda": "CuPy could not be installed: Triton versions run instead of the CUDA C++ ones.",
+        "peers": "The peers could not be installed: reports will list them as skipped, with that reason.",
     }
     extras = {name: project["project"]["optional-dependencies"][name] for name in missed if _has_nvidia_driver()}
     wanted = "\n".join([*dev, *itertools.chain(*extras.values()), (ROOT / "constraints.txt").read_text()])
@@ -73,7 +73,7 @@ def _fill_venv(session: nox.Session, python: str) -> None:
     if stamp.is_file() and stamp.read_text() == digest:
         return
     stamp.unlink(missing_ok=True)
-    session.log("Filling .venv. The first time this downloads torch and takes some minutes.")
+    session.log("Installing into .venv. The first time this downloads torch and takes some minutes.")
     session.run(*_pip_install(python), *dev, log=False)
     for name, packages in extras.items():
         if subprocess.run([*_pip_install(python), *packages]).returncode:
@@ -137,7 +137,7 @@ def _records(out: str | None) -> dict[Path, int]:
 
 @nox.session(default=False)
 def setup(session: nox.Session) -> None:
-    """Make the shared environment, .venv, and say what is in it."""
+    """Create the shared environment, .venv, and print its versions."""
     versions = "import torch, triton; print('torch', torch.__version__, '| triton', triton.__version__)"
     python = environment(session)
     session.log(python)
@@ -146,49 +146,49 @@ def setup(session: nox.Session) -> None:
 
 @nox.session(tags=["check"])
 def test(session: nox.Session) -> None:
-    """Run all tests but the slow ones (`-- -m slow`); those that need a GPU are skipped where there is none."""
+    """Run all tests except the slow ones (`-- -m slow`); GPU tests are skipped without a GPU."""
     pytest(session, "-m", "not slow")
 
 
 @nox.session(default=False, tags=["check"])
 def build(session: nox.Session) -> None:
-    """Compile every JIT kernel for sm_80 and sm_90, no GPU needed; table registers, spills and shared memory."""
+    """Compile every JIT kernel ahead of time, without a GPU; tables of registers, spills and shared memory."""
     harness(session, "build")
 
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Check and time every kernel against its peers and the roofline; without a GPU: check, build and floors."""
+    """Check and time every kernel against peers and roofline; without a GPU: check, compile, roofline bounds."""
     bench_and_report(session)
 
 
 @nox.session(default=False, tags=["gpu"])
 def profile(session: nox.Session) -> None:
-    """Run Nsight Compute over every kernel: its limiter, and the bytes it moved in DRAM."""
+    """Profile every kernel with Nsight Compute: utilisation, stall reasons, and DRAM traffic."""
     harness(session, "profile")
 
 
 @nox.session(default=False, tags=["gpu"])
 def sanitize(session: nox.Session) -> None:
-    """Run compute-sanitizer over the small cases: memcheck and initcheck; racecheck and synccheck on demand."""
+    """Run compute-sanitizer on the small cases: memcheck and initcheck; racecheck and synccheck on request."""
     harness(session, "sanitize")
 
 
 @nox.session(default=False, tags=["gpu"])
 def stress(session: nox.Session) -> None:
-    """Let several processes on one GPU repeat calls whose results may not change a bit: data races show under load."""
+    """Repeat calls in several processes on one GPU and compare results bit by bit: finds data races under load."""
     harness(session, "stress")
 
 
 @nox.session(default=False, tags=["gpu"])
 def tune(session: nox.Session) -> None:
-    """Time every candidate configuration beside the one that the kernel picks."""
+    """Time every candidate configuration and compare the best with the one that the kernel selects."""
     harness(session, "tune")
 
 
 @nox.session(default=False)
 def mutate(session: nox.Session) -> None:
-    """Write small faults into a kernel's source and count those that its checks reject: -- --kernel NAME."""
+    """Mutation testing: how many small faults in a kernel's source its checks reject: -- --kernel NAME."""
     if "--report" in session.posargs:
         session.run(environment(session), "-m", "tests.planted", "reports/mutants/planted.json")
     harness(session, "mutate")
@@ -196,25 +196,25 @@ def mutate(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def report(session: nox.Session) -> None:
-    """Write Markdown and SVG from the records."""
+    """Generate the reports (Markdown and SVG) from the records."""
     harness(session, "report")
 
 
 @nox.session(default=False)
 def trend(session: nox.Session) -> None:
-    """Write a page for each kernel of how its times changed, from the records in git's history."""
+    """Write a page per kernel on how its times changed, from the records in the git history."""
     harness(session, "trend")
 
 
 @nox.session(default=False)
 def compare(session: nox.Session) -> None:
-    """Compare two sets of records: FASTER, SAME, SLOWER or UNSURE; fails on SLOWER."""
+    """Classify each row of two sets of records as FASTER, SAME, SLOWER or UNSURE; fails on SLOWER."""
     harness(session, "compare")
 
 
 @nox.session(default=False, tags=["check"])
 def lint(session: nox.Session) -> None:
-    """Run ruff: the rules, then the format."""
+    """Run ruff check and ruff format --check."""
     python = environment(session)
     session.run(python, "-m", "ruff", "check", *(session.posargs or ["."]))
     session.run(python, "-m", "ruff", "format", "--check", *(session.posargs or ["."]))
@@ -240,19 +240,19 @@ nbformat.write(notebook, sys.argv[1])
 
 @nox.session(default=False, tags=["gpu"])
 def notebook(session: nox.Session) -> None:
-    """Run examples/llm_demo.ipynb and keep its outputs in it."""
+    """Run examples/llm_demo.ipynb and store its outputs in it."""
     python = environment(session)
     if not session._runner.global_config.no_install:
         # nbclient runs a notebook as Jupyter does, in a kernel of ipykernel.
         session.run(*_pip_install(python), "nbclient", "ipykernel", log=False)
     elif missing := [name for name in ("nbclient", "ipykernel") if not _has_module(python, name)]:
-        session.error(f"--no-install, and {python} has no {' and no '.join(missing)}: they run the notebook")
+        session.error(f"the notebook needs {' and '.join(missing)}, which {python} lacks: run without --no-install")
     session.run(python, "-c", RUN_NOTEBOOK, str(ROOT / "examples" / "llm_demo.ipynb"))
 
 
 @nox.session(default=False)
 def wheel(session: nox.Session) -> None:
-    """Build the wheel, install it into an empty environment and run every kernel, info, selftest and patch there."""
+    """Build the wheel, install it into a new environment and run every kernel, info, selftest and patch there."""
     python = environment(session)
     standalone = ROOT / "tests" / "standalone.py"
     with tempfile.TemporaryDirectory() as scratch:
@@ -260,7 +260,7 @@ def wheel(session: nox.Session) -> None:
         session.run(python, "-m", "tests.standalone", "inputs", str(inputs))
         built = _build_wheel(session, python, Path(scratch))
         if built is None:
-            session.warn("hatchling or pip is not in this environment: running the folder as a wheel would ship it")
+            session.warn("no wheel is built, since hatchling or pip is missing: testing its files instead")
             session.run(python, "-m", "tests.standalone", "ship", str(site))
         elif session._runner.global_config.no_install:
             offline = ("--quiet", "--no-deps", "--no-index", "--disable-pip-version-check")
@@ -288,26 +288,26 @@ def _build_wheel(session: nox.Session, python: str, folder: Path) -> Path | None
 
 @nox.session(default=False)
 def new(session: nox.Session) -> None:
-    """Scaffold a kernel that passes its tests at once: nox -s new -- NAME [--cuda]."""
+    """Create the folder of a new kernel from a template: nox -s new -- NAME [--cuda]."""
     # It only copies files, so it need not wait for torch to be installed.
     session.run(sys.executable, "-m", "harness", "new", *session.posargs)
 
 
 @nox.session(default=False)
 def vendor(session: nox.Session) -> None:
-    """Rewrite the copies of parts/ in the kernels' folders; -- --check only looks."""
+    """Update the copies of parts/ in the kernels' folders; -- --check changes nothing."""
     session.run(sys.executable, "-m", "harness", "vendor", *session.posargs)
 
 
 @nox.session(default=False)
 def plan(session: nox.Session) -> None:
-    """A model of a case on many GPUs: nox -s plan -- --gpus 64 --seq 1048576."""
+    """Predict a case's time on many GPUs with a performance model: nox -s plan -- --gpus 64 --seq 1048576."""
     harness(session, "plan")
 
 
 @nox.session(default=False)
 def support(session: nox.Session) -> None:
-    """Write docs/SUPPORT.md from the SPECs; -- --check only looks."""
+    """Write docs/SUPPORT.md from the SPECs; -- --check changes nothing."""
     harness(session, "support")
 
 
@@ -326,7 +326,7 @@ def kernel_sessions(kernel: str) -> None:
 
     run_tests.__doc__ = f"Run the tests of {kernel}."
     run_bench.__doc__ = f"Check and time {kernel}."
-    run_profile.__doc__ = f"Run Nsight Compute over {kernel}."
+    run_profile.__doc__ = f"Profile {kernel} with Nsight Compute."
     for verb, run in (("test", run_tests), ("bench", run_bench), ("profile", run_profile)):
         nox.session(name=f"{verb}-{kernel}", default=False, tags=["kernel"])(run)
 

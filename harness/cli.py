@@ -15,29 +15,31 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+DESCRIPTION = "Check, benchmark, profile and report GPU kernels. `COMMAND --help` lists the options of a command."
+
 COMMANDS = {
-    "list": "kernels, cases, modes and implementations",
-    "check": "correctness of the chosen kernels against the oracle",
-    "bench": "check, then time against the peers and the roofline; without a GPU: check, build table and floors",
-    "calibrate": "measure this GPU's ceilings: copy bandwidth and GEMM rate by dtype",
-    "build": "compile every JIT kernel ahead of time; table of registers, spills, shared memory, tensor-core use",
-    "profile": "Nsight Compute over each case; table of its limiter and the bytes it moved in DRAM",
-    "sanitize": "compute-sanitizer over the small cases",
-    "stress": "several processes on one GPU repeat calls whose results may not change a bit",
-    "tune": "try every candidate configuration and compare with the one that the kernel picks",
-    "mutate": "small faults in a kernel's own source: how many of them the checks reject",
-    "plan": "a model of a case's time on many GPUs, from rates that were measured on few",
-    "report": "Markdown and SVG from the records",
-    "compare": "FASTER, SAME, SLOWER or UNSURE between two sets of records; exit code 1 on what --fail-on names",
-    "trend": "a page per kernel of how its times changed, from the records in git's history",
-    "new": "scaffold a kernel",
-    "vendor": "rewrite the copies of parts/ in the kernels' folders",
-    "support": "write docs/SUPPORT.md from the SPECs: dtypes, modes, GPUs, implementations, determinism",
+    "list": "list kernels, cases, modes, implementations and peers",
+    "check": "check the correctness of kernels against their fp64 reference (the oracle)",
+    "bench": "check kernels and time them against peers and roofline; without a GPU: check, compile, roofline bounds",
+    "calibrate": "measure this GPU's peak rates: memory bandwidth and GEMM throughput by dtype",
+    "build": "compile every JIT kernel ahead of time; tables of registers, spills, shared memory, tensor-core use",
+    "profile": "profile each case with Nsight Compute: utilisation, stall reasons, and DRAM traffic",
+    "sanitize": "run compute-sanitizer on the small cases",
+    "stress": "repeat calls in several processes on one GPU; their results must be bit-wise equal",
+    "tune": "time every candidate configuration and compare the best with the one that the kernel selects",
+    "mutate": "mutation testing: how many small faults in a kernel's source its checks reject",
+    "plan": "predict a case's time on many GPUs with a performance model, from rates measured on few",
+    "report": "generate the reports (Markdown and SVG) from the records",
+    "compare": "compare two sets of records row by row: FASTER, SAME, SLOWER or UNSURE; exit code 1 on --fail-on",
+    "trend": "write a page per kernel on how its times changed, from the records in the git history",
+    "new": "create the folder of a new kernel from a template",
+    "vendor": "update the copies of parts/ in the kernels' folders",
+    "support": "write docs/SUPPORT.md: dtypes, modes, GPUs, implementations and determinism of each kernel",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m harness", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m harness", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = next((a for a in argv if not a.startswith("-")), None)

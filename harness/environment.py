@@ -78,7 +78,7 @@ def target(name: str, device: str | None = None) -> tuple[torch.device, str | No
     properties = torch.cuda.get_device_properties(chosen)
     found = roofline.identify(properties.name, properties.total_memory)
     if name not in ("auto", found):
-        raise ValueError(f"--gpu {name}: the GPU found here is {properties.name!r} ({found or 'not in the table'})")
+        raise ValueError(f"--gpu {name}: the GPU found is {properties.name!r} ({found or 'not in harness/gpus.toml'})")
     return chosen, found
 
 

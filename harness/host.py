@@ -125,7 +125,7 @@ def _group(
             "columns": {"host": stats.column(contender.samples_us, "rounds")},
             "ratios": ratios,
             "noise": stats.ratio(again, contender.samples_us) if again else None,
-            "warnings": ["the device was the limit: this is no host time"] if contender.device_bound else [],
+            "warnings": ["the GPU was the bottleneck: this is not host time"] if contender.device_bound else [],
         }
     return [done[name] for name in names if name in done]
 

@@ -198,7 +198,9 @@ class Crew:
                 if code not in (0, INTERRUPTED) and not (self._over and code < 0):
                     self.failed.append(task)
                 rows, left_out = take_over(folder, self.out, shared)
-                said = f"{rows} rows" + (f", {len(left_out)} cases again for lack of memory" if left_out else "")
+                said = f"{rows} rows" + (
+                    f", {len(left_out)} cases out of memory, to be repeated alone" if left_out else ""
+                )
                 if left_out:
                     self._alone.append(Task(task.kernel, task.mode, left_out))
                     self._all += 1
@@ -250,7 +252,9 @@ def main(arguments: argparse.Namespace, selections: Sequence[Selection], out: Pa
 
     size = batch(len(groups), len(devices) * arguments.jobs)
     crew = Crew(tasks(groups, size), out, folder, start, arguments.jobs > 1, lambda text: print(text, flush=True))
-    print(f"{len(groups)} of {asked} groups, {arguments.jobs} at a time on each of {len(devices)} GPUs", flush=True)
+    print(
+        f"{len(groups)} of {asked} cases × modes, {arguments.jobs} processes on each of {len(devices)} GPUs", flush=True
+    )
     seconds = None if arguments.minutes is None else 60 * arguments.minutes
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that finished measurements are kept
     try:
@@ -258,7 +262,7 @@ def main(arguments: argparse.Namespace, selections: Sequence[Selection], out: Pa
     except KeyboardInterrupt:
         return INTERRUPTED
     if not whole:
-        print("not all were measured: --missing goes on with those that have no row", flush=True)
+        print("not everything was measured: --missing measures the rest", flush=True)
     print(f"records in {out / 'records'}, logs in {folder}")
     return 1 if crew.failed else 0
 

@@ -162,7 +162,7 @@ class Group:
                 self.done[name] = self._row(name, "wrong", f"after timing: {after.reason}")
                 return
         warned = verdict is not None and not verdict.ok
-        said = f"less accurate than the rule for candidates allows: {verdict.reason}" if warned and verdict else ""
+        said = f"less accurate than the tolerance for candidates: {verdict.reason}" if warned and verdict else ""
         self.done[name] = self._row(name, "ok", None) | {
             "timer": wall.WALL,
             "headline": wall.WALL,

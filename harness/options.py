@@ -17,49 +17,49 @@ if TYPE_CHECKING:
 
 
 def add_selection(
-    parser: argparse.ArgumentParser, cases: str = "all bench cases", implementations: str = "all, and all baselines"
+    parser: argparse.ArgumentParser, cases: str = "all bench cases", implementations: str = "all, with all peers"
 ) -> None:
     """Adds --kernel, --case, --mode, --impl; each may be given more than once. The other arguments describe the
     defaults of --case and --impl."""
-    group = parser.add_argument_group("what")
+    group = parser.add_argument_group("selection", "each option may be given more than once")
     group.add_argument(
         "--kernel",
         action="append",
         metavar="NAME",
-        help="only this kernel (default: all), or PATH[:SPEC] outside the checkout",
+        help="only this kernel (default: all); PATH[:SPEC] for one outside the checkout",
     )
     group.add_argument("--case", action="append", metavar="NAME", help=f"only this case (default: {cases})")
     modes = "only this mode (default: all): fwd, bwd, fwd+bwd, step, train"
     group.add_argument("--mode", action="append", metavar="MODE", help=modes)
-    help_line = f"only this implementation or baseline (default: {implementations})"
+    help_line = f"only this implementation or peer (default: {implementations})"
     group.add_argument("--impl", action="append", metavar="NAME", help=help_line)
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Adds --gpu and --device."""
-    group = parser.add_argument_group("where")
+    group = parser.add_argument_group("device")
     group.add_argument(
         "--gpu",
         default="auto",
         type=str.lower,
         metavar="NAME",
-        help="a GPU of the table, e.g. h200, h100, a100-80 (default: the one found)",
+        help="GPU model of harness/gpus.toml, e.g. h200, h100, a100-80 (default: the GPU found)",
     )
-    group.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    group.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if available, else cpu")
 
 
 def add_output(
-    parser: argparse.ArgumentParser, default: str = "reports/<gpu>; .out/<gpu> for a kernel from outside"
+    parser: argparse.ArgumentParser, default: str = "reports/<gpu>; .out/<gpu> for a kernel outside the checkout"
 ) -> None:
     """Adds --out."""
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: {default}")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"output folder (default: {default})")
 
 
 def gpus(text: str) -> list[str]:
     """Parses a list of GPUs; each is returned as a value of CUDA_VISIBLE_DEVICES."""
     found = [part.strip() for part in text.split(",")]
     if not all(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of GPUs, as 0,1,2")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of GPUs such as 0,1,2")
     return found
 
 
@@ -105,7 +105,7 @@ def select(
     chosen = [registry.load(name) for name in arguments.kernel or registry.names()]
     chosen = list({id(spec): spec for spec in chosen}.values())
     if twice := sorted(name for name, count in Counter(spec.name for spec in chosen).items() if count > 1):
-        raise ValueError(f"--kernel: more than one SPEC is called {', '.join(map(repr, twice))}")
+        raise ValueError(f"--kernel: more than one SPEC has the name {', '.join(map(repr, twice))}")
     _known(arguments.case, {c.name for s in chosen for c in nameable(s)}, "case")
     _known(arguments.mode, {m for s in chosen for m in s.modes}, "mode")
     _known(arguments.impl, {i for s in chosen for i in implementations(s)}, "implementation")

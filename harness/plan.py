@@ -16,7 +16,7 @@ from rich.console import Console
 from . import options, registry, roofline
 from .reporting import tables
 
-FLOORS_HEAD = ("kernel", "case", "mode", ">bytes", ">FLOPs", ">floor", "set by")
+FLOORS_HEAD = ("kernel", "case", "mode", ">bytes", ">FLOPs", ">floor", "bound by")
 
 
 def main(selections: Sequence[options.Selection], key: str | None, arguments: argparse.Namespace) -> int:
@@ -24,7 +24,7 @@ def main(selections: Sequence[options.Selection], key: str | None, arguments: ar
     case. Exit code 1 if either of the first two fails."""
     console = Console(soft_wrap=True, highlight=False)
     gpu = roofline.get(key or "h200")
-    notice = f"No GPU found: nothing is timed. Correctness, build and floors for {gpu.title}."
+    notice = f"No GPU found: nothing is timed. Correctness checks, compilation, and roofline bounds for {gpu.title}."
     console.print(notice, style="bold")
     failed = 0
     # The accuracy check of every case. The other checks take longer than all else here; `nox -s test` runs them.
@@ -33,7 +33,7 @@ def main(selections: Sequence[options.Selection], key: str | None, arguments: ar
         words = [*_kernels(selections), *_narrowed(arguments), *options_of_step]
         failed |= _harness(step, words, interpret=step == "check")
     console.rule("floors")
-    tables.show(f"the least time on {gpu.title}", FLOORS_HEAD, floors(selections, gpu))
+    tables.show(f"roofline bounds of {gpu.title} (datasheet)", FLOORS_HEAD, floors(selections, gpu))
     console.print(notice, style="bold")
     return 1 if failed else 0
 
@@ -60,7 +60,7 @@ def _narrowed(arguments: argparse.Namespace) -> list[str]:
 
 
 def floors(selections: Sequence[options.Selection], gpu: roofline.Gpu) -> list[tuple[str, ...]]:
-    """A row with the least time of each case on that GPU, from the data sheet's ceilings."""
+    """A row with the least time of each case on that GPU, from the datasheet's ceilings."""
     rows: list[tuple[str, ...]] = []
     for selection in selections:
         for case, mode in selection.groups():

@@ -165,7 +165,7 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"a record holds JSON alone, got {type(value).__name__}")
+    raise TypeError(f"a record holds only JSON values, got {type(value).__name__}")
 
 
 def mend(path: Path) -> None:
@@ -344,10 +344,10 @@ def finished(
     if among is None and runs and runs[-1].stop != "complete":
         begun = runs[-1].environment
         if begun.get("commit") != commit:
-            raise ValueError(f"--resume: {path} was begun at commit {begun.get('commit')}, this is {commit}")
+            raise ValueError(f"--resume: {path} was begun at commit {begun.get('commit')}, the checkout is at {commit}")
         if dirty or begun.get("dirty"):
             when = "this checkout has" if dirty else f"{path} was begun with"
-            raise ValueError(f"--resume: {when} changes that are not committed, so what is measured may be another")
+            raise ValueError(f"--resume: {when} uncommitted changes, so the code may differ")
     for back, run in enumerate(reversed(runs)):
         same = (_identity(run.options), run.environment.get("commit"), run.gpu.get("name")) == wanted
         if not same or (back and run.stop == "complete"):

@@ -90,7 +90,7 @@ class Journal:
         """Notes that the process died of its current item. False if another process would fail in the same way."""
         if self.at is None or self.at in self.crashed:
             return False
-        self.note(died=f"{self._lost or f'the process died of it ({how})'}; not tried again")
+        self.note(died=f"{self._lost or f'the process crashed ({how})'}; not tried again")
         return True
 
     def _take(self, entry: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ def supervised(main: Callable[[], int]) -> int:
                 return code if code >= 0 else 128 - code
             place, reason = list(said.crashed.items())[-1]
             where = " ".join(word for word in place if word)
-            print(f"{where}: {reason}. The bench goes on in another process", file=sys.stderr, flush=True)
+            print(f"{where}: {reason}. The bench continues in another process", file=sys.stderr, flush=True)
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:

@@ -3,8 +3,8 @@
     floor = max(bytes / bandwidth, FLOPs / rate of each pipe, bytes over a link / its rate)
 
 The bytes and FLOPs are the compulsory work of `Cost`, so the floor is a bound on any implementation and not an
-estimate of this one. Ceilings have two sources: `gpus.toml` holds the data sheet's (dense), `calibrate` measures those
-of this card. The measured ones decide; the data sheet's are shown beside them.
+estimate of this one. Ceilings have two sources: `gpus.toml` holds the datasheet's (dense), `calibrate` measures those
+of this card. The measured ones decide; the datasheet's are shown beside them.
 
 **More than 100 %.** A measurement below its floor is an error in the timing or in the cost (`over_roofline`), except
 for DRAM traffic that L2 hits avoid. How much that can be depends on the column:
@@ -100,7 +100,7 @@ class Cost:
 class Ceilings:
     """`bandwidth` in bytes per second; `flops` by pipe ("fp32", "tf32", "bf16", "fp16", "fp8") in FLOP per second;
     `link` and `host` in bytes per second and direction, None where there is none. `source` says where the figures come
-    from, except those named in `promised`, which are the data sheet's."""
+    from, except those named in `promised`, which are the datasheet's."""
 
     bandwidth: float
     flops: Mapping[str, float]
@@ -119,7 +119,7 @@ class Ceilings:
         return cls(max(bandwidths), flops, source, entry.get("link"), entry.get("host"))
 
     def with_links_of(self, datasheet: Ceilings | None) -> Ceilings:
-        """These, with the data sheet's links where none were measured: that requires several GPUs."""
+        """These, with the datasheet's links where none were measured: that requires several GPUs."""
         if datasheet is None:
             return self
         promised = tuple(name for name in (LINK, HOST) if getattr(datasheet, name) and not getattr(self, name))
@@ -127,7 +127,7 @@ class Ceilings:
 
     def source_of(self, limit: str) -> str:
         """Where the ceiling of a floor's `limit` comes from."""
-        return "data sheet" if limit in self.promised else self.source
+        return "datasheet" if limit in self.promised else self.source
 
     def to_record(self) -> dict[str, Any]:
         """The `ceilings` object of the record."""

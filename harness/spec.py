@@ -297,18 +297,18 @@ class KernelSpec:
         if unknown := set(self.modes) - set(MODES):
             raise ValueError(f"{self.name}: unknown modes {sorted(unknown)}, known are {MODES}")
         if unknown := set(self.min_capability) - set(self.implementations):
-            raise ValueError(f"{self.name}: min_capability names {sorted(unknown)}, which are no implementations")
+            raise ValueError(f"{self.name}: min_capability names {sorted(unknown)}, which are not implementations")
         if unknown := set(self.pytorch) - {baseline.name for baseline in self.baselines}:
-            raise ValueError(f"{self.name}: pytorch names {sorted(unknown)}, which are no baselines")
+            raise ValueError(f"{self.name}: pytorch names {sorted(unknown)}, which are not baselines")
         others = [case.name for case in (*self.host_cases, *self.suite_cases)]
         if len(set(names + others)) != len(names) + len(others):
             raise ValueError(
                 f"{self.name}: names of host cases and of suites' must be unique too, got {sorted(others)}"
             )
         if unknown := set(self.ablation) - {*self.implementations, *(b.name for b in self.baselines)}:
-            raise ValueError(f"{self.name}: ablation names {sorted(unknown)}, which are nothing that is timed")
+            raise ValueError(f"{self.name}: ablation names {sorted(unknown)}, which are not timed")
         if alone := [case.name for case in self.cases if case.world_size < 1]:
-            raise ValueError(f"{self.name}: a case takes one GPU at least, got {alone}")
+            raise ValueError(f"{self.name}: a case needs at least one GPU, got {alone}")
         self._check_sharding()
         if idle := [case.name for case in self.cases if not self.modes_of(case)]:
             raise ValueError(
@@ -319,9 +319,9 @@ class KernelSpec:
         if self.sharding is None:
             return
         if len(self.sharding.alone) > 1:
-            raise ValueError(f"{self.name}: one implementation alone gives T1, got {sorted(self.sharding.alone)}")
+            raise ValueError(f"{self.name}: only one implementation may give T1, got {sorted(self.sharding.alone)}")
         if unknown := set(self.sharding.local) - set(self.implementations):
-            raise ValueError(f"{self.name}: `local` names {sorted(unknown)}, which are no implementations")
+            raise ValueError(f"{self.name}: `local` names {sorted(unknown)}, which are not implementations")
 
     def skip_reason(self, implementation: str, case: Case, mode: str) -> str | None:
         """Why one of our implementations is neither checked nor timed on a case, or None."""

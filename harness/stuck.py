@@ -22,7 +22,7 @@ def said_where(seconds: float) -> Iterator[None]:
         while not over.wait(seconds):
             frame = sys._current_frames().get(thread)
             stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-            print(f"{seconds:g} s more without a result; it is here:\n{stack}", file=sys.stderr, flush=True)
+            print(f"{seconds:g} s more without a result; the current stack:\n{stack}", file=sys.stderr, flush=True)
 
     watcher = threading.Thread(target=watch, name="said_where", daemon=True)
     watcher.start()

@@ -76,7 +76,7 @@ TRAIN_SCALE = Suite(
 
 ATTENTION_SMALL = Suite(
     "attention-small",
-    "attention over few tokens, against PyTorch's scaled_dot_product_attention as it is called",
+    "attention over few tokens, against PyTorch's scaled_dot_product_attention with its defaults",
     (
         Part(
             "attention",
@@ -112,7 +112,7 @@ def every() -> dict[str, Suite]:
         found += getattr(registry.module(kernel), "SUITES", ())
     known = {suite.name: suite for suite in found}
     if len(known) != len(found):
-        raise ValueError(f"suites must have names of their own, got {sorted(suite.name for suite in found)}")
+        raise ValueError(f"names of suites must be unique, got {sorted(suite.name for suite in found)}")
     return known
 
 
@@ -134,5 +134,5 @@ def select(suite: Suite, arguments: argparse.Namespace) -> list[options.Selectio
         if cases and modes and implementations:
             selections.append(options.Selection(spec, cases, modes, implementations))
     if not selections:
-        raise ValueError(f"suite {suite.name}: nothing is left of it by --kernel, --case, --mode and --impl")
+        raise ValueError(f"suite {suite.name}: --kernel, --case, --mode and --impl select none of its cases")
     return selections

@@ -83,7 +83,7 @@ def pick_today(spec: KernelSpec, row: Mapping[str, Any]) -> Any:
     for tunable in spec.tunables:
         if (tunable.function, tunable.mode) == (row["function"], row["mode"]):
             return encode(getattr(tunable.module, tunable.function)(*map(decode, row["arguments"])))
-    raise ValueError(f"{spec.name} has no tunable {row['function']!r} in mode {row['mode']!r} any more: tune again")
+    raise ValueError(f"{spec.name} no longer has the tunable {row['function']!r} in mode {row['mode']!r}: tune again")
 
 
 def _measured(row: Mapping[str, Any], config: Any) -> Mapping[str, Any] | None:
@@ -96,15 +96,15 @@ def judge(row: Mapping[str, Any], picked: Any) -> str | None:
     mine = _measured(row, picked)
     where = f"{row['kernel']} {row['mode']} {row['case']}"
     if mine is None:
-        return f"{where}: {row['function']} picks {picked}, which was not among the candidates measured: tune again"
+        return f"{where}: {row['function']} selects {picked}, which is not among the measured candidates: tune again"
     if mine["median_us"] is None:
-        return f"{where}: {row['function']} picks {picked}, which failed: {mine['reason']}"
+        return f"{where}: {row['function']} selects {picked}, which failed: {mine['reason']}"
     best = min(times)
     if mine["median_us"] <= best * (1 + MARGIN):
         return None
     fastest = next(c["config"] for c in row["candidates"] if c["median_us"] == best)
     slower = 100 * (mine["median_us"] / best - 1)
     return (
-        f"{where}: {row['function']} picks {picked} ({mine['median_us']:.2f} µs), {slower:.1f} % behind {fastest} "
-        f"({best:.2f} µs)"
+        f"{where}: {row['function']} selects {picked} ({mine['median_us']:.2f} µs), {slower:.1f} % slower than "
+        f"{fastest} ({best:.2f} µs)"
     )

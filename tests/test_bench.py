@@ -234,7 +234,7 @@ def test_every_spec_says_what_its_pytorch_is_and_its_rows_do(kernel):
 
 
 def test_a_pytorch_that_is_no_baseline_is_refused():
-    with pytest.raises(ValueError, match=r"pytorch names \['torch'\], which are no baselines"):
+    with pytest.raises(ValueError, match=r"pytorch names \['torch'\], which are not baselines"):
         dataclasses.replace(registry.load("rmsnorm"), baselines=(EAGER,), pytorch=("torch",))
 
 
@@ -273,4 +273,4 @@ def test_peers_are_imported_before_the_gpu_is_taken_from_others(monkeypatch, tmp
     group = Group(session, selection, spec.cases[0], "fwd")
     rows = group.rows()
     assert order == ["triton", "eager", "begins"] and [row["reason"] for row in rows] == ["of another GPU"] * 2
-    assert group.spent().endswith("; 0.0 with the GPU")
+    assert group.spent().endswith("; GPU held for 0.0")

@@ -327,7 +327,7 @@ def test_a_spill_that_is_not_declared_fails(samples, target):
     spilled = outcome.rows[0]["spill_bytes"]
     assert spilled > 0
     assert outcome.failures == [
-        f"{target} _spilling_kernel (2048 fwd) spills {spilled} bytes per thread, SPEC.spills grants none"
+        f"{target} _spilling_kernel (2048 fwd) spills {spilled} bytes per thread, SPEC.spills allows none"
     ]
     granted = samples["granted", target]
     assert granted.failures == []
@@ -336,7 +336,7 @@ def test_a_spill_that_is_not_declared_fails(samples, target):
 
 def test_a_kernel_that_no_sm_can_hold_fails(samples):
     assert re.search(
-        r"does not fit .* for want of shared: .* it may have 232448", samples["greedy", "sm_90"].failures[0]
+        r"does not fit .* too little shared: .* it may have 232448", samples["greedy", "sm_90"].failures[0]
     )
     assert samples["greedy", "sm_90"].rows[0]["ctas_per_sm"] == 0
 
@@ -436,7 +436,7 @@ def test_the_report_is_the_same_whoever_makes_it(samples, tmp_path):
 
 def test_the_page_shows_bench_cases_first_and_what_failed(samples):
     page = build_report.readme([_built(samples, "scale"), _built(samples, "spilling")])
-    assert page.index("4096 bwd, 4096 fwd and 3 more") < page.index("Compiled for the small cases alone")
+    assert page.index("4096 bwd, 4096 fwd and 3 more") < page.index("Compiled for the small cases only")
     assert "| _scale_kernel | sm_90 | 2 | " in page  # those of the cases offset and half
     assert "- **Failed:** sm_90 _spilling_kernel (2048 fwd) spills" in page
     assert "- Skipped: sm_80 half: needs compute capability 9.0" in page

@@ -179,13 +179,13 @@ def test_cases_costs_and_arguments_of_every_kind() -> None:
     [
         (dict(candidates={}), "candidates: at least one"),
         (dict(inputs=None), "either inputs or cases"),
-        (dict(name="../up"), "name: must be of letters"),
-        (dict(name=""), "name: must be of letters"),
+        (dict(name="../up"), "name: must consist of letters"),
+        (dict(name=""), "name: must consist of letters"),
         (dict(cases={"a": draw}), "either inputs or cases"),
         (dict(modes=("fast",)), "modes: unknown 'fast'; known: inference, training, memory"),
         (dict(modes=()), "modes: at least one"),
         (dict(baselines=("egaer",)), "unknown baseline 'egaer'; known: eager, compile, flash"),
-        (dict(candidates={"eager": square}), "names .'eager'. are those of baselines"),
+        (dict(candidates={"eager": square}), "names .'eager'. are taken by baselines"),
         (dict(inputs={"x": 3}), "inputs must have at least one tensor"),
         (dict(samples=0), "at least 1 sample"),
     ],
@@ -322,7 +322,7 @@ def test_what_is_wrong_with_a_path_is_said(own: Path, capsys) -> None:
     for file in own.glob("*.py"):
         (copy / file.name).write_text(file.read_text())
     assert cli.main(["list", "--kernel", "my-kernel", "--kernel", "./copy"]) == 2
-    assert "more than one SPEC is called 'double'" in capsys.readouterr().err
+    assert "more than one SPEC has the name 'double'" in capsys.readouterr().err
 
 
 IN_PYTHON = """

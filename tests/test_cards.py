@@ -59,7 +59,8 @@ def test_a_case_on_both_is_what_a_reader_would_compute(tmp_path: Path) -> None:
     assert "## One NVIDIA H100 80GB HBM3 and one NVIDIA H200" in page
     assert cells(page, "| case |") == [
         "case", "mode", "time, h100", "time, h200", "h100 / h200",
-        "% of the roofline, h100", "% of the roofline, h200", "over the best peer, h100", "over the best peer, h200",
+        "% of roofline, h100", "% of roofline, h200",
+        "speed-up over the fastest peer, h100", "speed-up over the fastest peer, h200",
     ]  # fmt: skip
     assert cells(page, "| wide |") == [
         "wide", "fwd", "125 µs triton", "100 µs triton", "**1.25×**",
@@ -84,7 +85,7 @@ def test_a_case_that_became_another_one_is_not_compared(tmp_path: Path) -> None:
     other = [{**r, "cost": {**COST, "bytes": 2 * COST["bytes"]}} for r in rows(200, 300)]
     page = reports(tmp_path, {("wide", "fwd"): other}, {("wide", "fwd"): rows(100, 110)})
     assert "No case was measured on both." in page
-    assert cells(page, "declared differently |") == ["rmsnorm", "fwd", "declared differently", "1", "wide"]
+    assert cells(page, "different definitions |") == ["rmsnorm", "fwd", "different definitions", "1", "wide"]
 
 
 @pytest.mark.usefixtures("undeclared")
@@ -183,4 +184,4 @@ def test_a_bench_on_an_h100_writes_into_its_own_folder(
     code = cli.main(["bench", "--gpu", asked])
     assert seen == ([ROOT / "reports" / found] if found else []) and code == (0 if found else 2)
     if not found:
-        assert "the GPU found here is 'NVIDIA H100 80GB HBM3' (h100)" in capsys.readouterr().err
+        assert "the GPU found is 'NVIDIA H100 80GB HBM3' (h100)" in capsys.readouterr().err

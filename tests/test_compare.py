@@ -149,7 +149,7 @@ def test_a_kernel_slowed_by_a_tenth_fails_the_comparison(tmp_path: Path, capsys:
     assert out.read_text() == text
     assert "**1 SLOWER**, **1 SAME**" in text
     line = next(line for line in text.splitlines() if "**SLOWER**" in line)
-    assert "| wide |" in line and "+10" in line and "eager did not move with it: the kernel" in line
+    assert "| wide |" in line and "+10" in line and "eager did not change alike: the kernel" in line
     assert "Same GPU, driver" in text
     assert command("--baseline", after, "--current", before) == 0
     assert "FASTER" in capsys.readouterr().out
@@ -171,8 +171,8 @@ def test_a_slower_machine_is_named_before_the_table(tmp_path: Path, capsys: pyte
     head, table = text.split("| verdict |")
     assert "| power limit (W) | 700 | 500 |" in head
     assert "| driver | 580.00 | 590.00 |" in head and "| Triton | 3.6.0 | 3.7.0 |" in head
-    assert "*eager*, which is no code of ours, changed by +8" in head
-    assert "eager moved with it: the machine, rather than the kernel" in table
+    assert "*eager*, which is not this repository's code, changed by +8" in head
+    assert "eager changed alike: probably the machine, not the kernel" in table
 
 
 def test_two_different_cards_can_be_compared_and_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +207,7 @@ def test_rows_of_one_side_are_listed_and_peers_only_on_demand(tmp_path: Path) ->
     found = compare.compare(before, after)
     assert [pair.current.implementation for pair in found.pairs] == ["triton"]
     assert [(m.side, m.row.case) for m in found.missing] == [("baseline", "gone"), ("current", "new")]
-    assert "no such row on the other side" in "\n".join(found.markdown())
+    assert "not in the records of the other side" in "\n".join(found.markdown())
     everything = compare.compare(before, after, everything=True)
     assert sorted(pair.current.implementation for pair in everything.pairs) == ["eager", "triton"]
     assert len(everything.missing) == 4
@@ -298,7 +298,7 @@ def test_relative_to_a_peer_a_slower_machine_is_not_a_slower_kernel(tmp_path: Pa
     write(alone, [row(KERNEL, "other", "fwd", "eager", samples(100))])
     found = compare.compare(record.load(before), record.load(alone), relative="eager")
     assert [(pair.verdict, pair.note) for pair in found.pairs] == [
-        (UNSURE, "eager was not measured beside it on both sides")
+        (UNSURE, "eager was not measured in the same run on both sides")
     ]
 
 

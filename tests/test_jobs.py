@@ -137,7 +137,7 @@ def test_cases_that_lack_memory_are_repeated_alone_on_a_gpu(crew, tmp_path):
     assert measured(tmp_path) == {("a", "fwd"), ("b", "fwd"), ("a", "bwd"), ("c", "bwd")}
     assert [shared for _, shared in crew.started] == [True, True, False, False]
     assert [task for task, _ in crew.started[2:]] == [Task("gelu", "fwd", ("b",)), Task("gelu", "bwd", ("c",))]
-    assert "1 rows, 1 cases again for lack of memory" in crew.said[0]
+    assert "1 rows, 1 cases out of memory, to be repeated alone" in crew.said[0]
     assert [text.split(":")[0] for text in crew.said] == ["1 of 3", "2 of 4", "3 of 4", "4 of 4"]
 
 

@@ -88,7 +88,7 @@ def test_a_case_counts_by_its_unthrottled_rounds(
     assert mean.counted() == counted
     report.write(where, with_charts=False)
     index = (where / "README.md").read_text()
-    said = "Included with the ratio over their unthrottled rounds only: 1 of rmsnorm fwd." in index
+    said = "In the means with the speed-up over their unthrottled rounds only: 1 of rmsnorm fwd." in index
     assert said == (counted == "2 of 2")
     if said:
         assert mean.values == pytest.approx([1.2, 1.3]) and mean.unthrottled == ("hot",) and not mean.left_out
@@ -179,7 +179,7 @@ def warned(rows: Rows) -> Rows:
 
 def unqueued(rows: Rows) -> Rows:
     (quack,) = [r for r in rows if r["implementation"] == "quack"]
-    quack["warnings"] = ["cannot be queued before it runs: the host's time may be in its times"]
+    quack["warnings"] = ["cannot be queued ahead of the GPU: its times may include host time"]
     return rows
 
 
@@ -202,7 +202,7 @@ def test_a_peer_that_is_newer_than_the_record_is_named(tmp_path: Path, monkeypat
     monkeypatch.setattr(declared, "peers", lambda kernel: ("torch", "quack", "later"))
     lacking = case("lacking", {"triton": 100, "torch": 150})
     block = report.readme_block(folder(tmp_path, case("plain", {"triton": 100, "torch": 150, "quack": 120}), lacking))
-    assert "Peers that were not in the run of these cases" in block and "to fewer peers:\n\n" in block
+    assert "Peers missing from the run of these cases" in block and "to fewer peers:\n\n" in block
     assert "- later, in 2 of rmsnorm fwd.\n- quack, in 1 of rmsnorm fwd.\n" in block and "- torch" not in block
     monkeypatch.setattr(aggregates, "MANY_GROUPS", 0)
     found = findings(record.load(tmp_path))
@@ -223,7 +223,8 @@ def test_a_peer_that_was_left_out_of_the_run_may_be_the_best(
     page = (tmp_path / "h200" / f"{KERNEL}.md").read_text()
     (finding,) = found = findings(record.load(path))
     (group,) = aggregates.groups(found)
-    assert finding.absent == ("liger",) and "1.20× [1.20, 1.20] quack ◊" in page and "◊ A peer that is declared" in page
+    assert finding.absent == ("liger",) and "1.20× [1.20, 1.20] quack ◊" in page
+    assert "◊ The run that measured this case lacked" in page
     if chosen:
         assert finding.verdict is None and group.over_best_peer().counted() == "0 of 1"
         assert group.over_best_peer().left_out == {"plain": ("the peer liger was left out of the run",)}
@@ -316,11 +317,11 @@ def test_a_smaller_configuration_of_a_peer_is_named_with_what_failed(tmp_path: P
 
 
 def test_a_row_of_another_run_is_marked(tmp_path: Path) -> None:
-    """A peer that was measured before, and not in the run of ours, has no ratio and a sign."""
+    """A peer that was measured before, and not in the run of this kernel, has no ratio and a sign."""
     path = tmp_path / "h200" / "records" / f"{KERNEL}.jsonl"
     old = bench(KERNEL, {("plain", "fwd"): case("plain", PLAIN)}, run="20250101T000000Z-0000")
     new = bench(KERNEL, {("plain", "fwd"): case("plain", {"triton": 90, "compile": 200})})
     write(path, [*old, *new])
     report.write(tmp_path / "h200", with_charts=False)
     page = (tmp_path / "h200" / f"{KERNEL}-fwd.md").read_text()
-    assert "| quack ◦ |" in page and "◦ Measured in another run than ours" in page and "| compile |" in page
+    assert "| quack ◦ |" in page and "◦ Measured in a different run than this kernel" in page and "| compile |" in page

@@ -15,7 +15,7 @@ RATES = ("--tflops", "700", "--link", "350")
 def test_it_says_that_it_is_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--gpus", "8", "--gpus", "64", "--seq", "1048576", *RATES]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("A model, not a measurement: ring_attention fwd")
+    assert shown.startswith("A prediction, not a measurement: ring_attention fwd")
     rows = [line.split("|")[1:-1] for line in shown.splitlines() if line.startswith("| ")][1:]
     assert [int(row[0]) for row in rows] == [8, 64]
     assert float(rows[0][1]) > float(rows[1][1]) > 0
@@ -25,25 +25,26 @@ def test_rates_are_those_of_the_records_unless_they_are_given(capsys: pytest.Cap
     command = ["plan", "--gpus", "64", "--seq", "1048576"]
     assert cli.main(command) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("A model, not a measurement: ring_attention fwd, heads and mask of x2-b1-h32-8-q1048576")
-    rates = re.findall(r"^([\d.]+) (TFLOP/s|GB/s) a (?:GPU|link): (.*)\.$", shown, re.MULTILINE)
+    said = "A prediction, not a measurement: ring_attention fwd, heads and mask of x2-b1-h32-8-q1048576"
+    assert shown.startswith(said)
+    rates = re.findall(r"^([\d.]+) (TFLOP/s|GB/s) per (?:GPU|link): (.*)\.$", shown, re.MULTILINE)
     assert [unit for _, unit, _ in rates] == ["TFLOP/s", "GB/s"]
     assert 300 < float(rates[0][0]) < 1000 and 100 < float(rates[1][0]) < 450
     assert re.match(r"attention on one GPU, x\d+-b1-h32-8-q", rates[0][2])
     cards = [re.search(r"reports/(h\d+)-x\d+$", where)[1] for _, _, where in rates]
     assert cards[0] == cards[1], "of kernel and link of the same GPU"
     assert cli.main([*command, "--link", "25"]) == 0
-    assert "25 GB/s a link: as --link says." in capsys.readouterr().out
+    assert "25 GB/s per link: from --link." in capsys.readouterr().out
 
 
 def test_without_records_the_rates_must_be_given(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["plan", "--reports", str(tmp_path), "--link", "300"]) == 2
-    assert "has what --tflops would say" in capsys.readouterr().err
+    assert "has this rate: give --tflops" in capsys.readouterr().err
 
 
 def test_a_kernel_without_a_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--kernel", "rmsnorm", *RATES]) == 2
-    assert "rmsnorm has no model of several GPUs" in capsys.readouterr().err
+    assert "rmsnorm has no performance model for several GPUs" in capsys.readouterr().err
 
 
 def test_rates_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:

@@ -370,13 +370,13 @@ def test_what_was_not_profiled_has_its_reason(toy):
     assert code == 1
     assert (written["rows"][1]["status"], written["rows"][1]["reason"]) == (
         "error",
-        "no launch inside the range was profiled",
+        "no kernel launch in its NVTX range was profiled",
     )
     code, written = toy.run(page, {FWD: ["ok", None], BWD: ["skipped", "liger is not installed"]})
     assert code == 0
     assert written["rows"][1]["reason"] == "liger is not installed"
     code, written = toy.run(page, {FWD: ["ok", None]})
-    assert (code, written["rows"][1]["reason"]) == (1, "the worker ended before it came to this")
+    assert (code, written["rows"][1]["reason"]) == (1, "the profiled process ended before this case")
 
 
 def test_a_failure_of_ncu_is_the_reason_of_every_row(toy):

@@ -98,7 +98,7 @@ def test_what_transfers_take_is_against_the_same_without_them(honest) -> None:
     records, _ = honest
     several = row(records, "short", "ring")["several"]
     assert several["exposed_us"]["median"] > 0 and several["local_median_us"] > 0
-    assert "no version of it" in row(records, "short", "all_reduce")["several"]["exposed_reason"]
+    assert "no version without transfers" in row(records, "short", "all_reduce")["several"]["exposed_reason"]
     assert several["axis"] == ["fp32", 1000]
 
 
@@ -143,7 +143,7 @@ def test_ranks_without_gpus_have_a_report_without_ceilings(folder) -> None:
     page = (path / "fake_ring.md").read_text()
     assert page.startswith("# fake_ring on 2 CPU\n")
     assert "![fake_ring fwd: efficiency over length](fake_ring-fwd-efficiency.svg)" in page
-    assert "- No efficiency, too long for one GPU: long fwd." in page
+    assert "- No efficiency (too long for one GPU): long fwd." in page
     assert "wall-clock time on the CPU" in (path / "README.md").read_text()
 
 
@@ -165,7 +165,7 @@ def _faulty(folder: Path, fault: str, timeout: float) -> SimpleNamespace:
 
 def test_a_rank_that_hangs_ends_the_run_by_its_name_and_step(hung) -> None:
     (of_all,) = hung.records.runs.values()
-    hangs = "failed: no rank has come further for 4 s; rank 1 holds up the others, in the step: fake_ring hang fwd"
+    hangs = "failed: no rank has made progress for 4 s; rank 1 blocks the others, in the step: fake_ring hang fwd"
     assert of_all.stop.startswith(hangs) and of_all.died
 
 
@@ -196,7 +196,7 @@ def test_a_launcher_that_is_interrupted_or_killed_leaves_no_process(how: signal.
     until(lambda: not ranks_left(launcher.pid))
     (of_all,) = record.load(path).runs.values()
     if how == signal.SIGINT:
-        assert (launcher.returncode, of_all.stop) == (130, "interrupted") and "--resume goes on" in said
+        assert (launcher.returncode, of_all.stop) == (130, "interrupted") and "--resume continues" in said
     else:
         assert of_all.died
 
@@ -289,13 +289,13 @@ def test_fewer_gpus_than_asked_for_are_an_error(command_name: str, monkeypatch, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(environment, "target", lambda *_: (torch.device("cuda", 0), "h200"))
     assert cli.main([command_name, *["--kernel=rmsnorm"] * (command_name != "calibrate"), "--gpus", "2"]) == 2
-    assert "--gpus 2: 1 found here" in capsys.readouterr().err
+    assert "--gpus 2: 1 GPUs found" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, there must be two")
 def test_a_kernel_without_cases_of_several_gpus_says_so(capsys) -> None:
     assert cli.main(["bench", "--kernel", "rmsnorm", "--gpus", "2"]) == 2
-    assert "no case that is chosen takes that many" in capsys.readouterr().err
+    assert "no selected case is for that number of GPUs" in capsys.readouterr().err
 
 
 def test_ranks_with_other_variables_are_started_apart() -> None:
@@ -405,7 +405,7 @@ def test_two_gpus_are_timed_by_events_and_held_against_their_links(tmp_path: Pat
 
 @pytest.mark.gpu
 @two_gpus
-@pytest.mark.parametrize(("fault", "said"), [("hang", "rank 1 holds up the others"), ("die", "rank 1 was killed by")])
+@pytest.mark.parametrize(("fault", "said"), [("hang", "rank 1 blocks the others"), ("die", "rank 1 was killed by")])
 def test_a_fault_on_two_gpus_names_the_rank_and_leaves_no_process(fault: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "records" / "fake_ring.jsonl"
     run(path, "short", fault, device="cuda", timeout=20)

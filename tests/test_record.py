@@ -330,8 +330,8 @@ def test_records_of_several_gpus_have_a_folder_of_their_own() -> None:
     ("begun", "now", "reason"),
     [
         ({}, {"commit": "f" * 40}, "was begun at commit 0123456789abcdef"),
-        ({}, {"dirty": True}, "this checkout has changes"),
-        ({"dirty": True}, {}, "was begun with changes"),
+        ({}, {"dirty": True}, "this checkout has uncommitted changes"),
+        ({"dirty": True}, {}, "was begun with uncommitted changes"),
     ],
 )
 def test_another_commit_or_one_with_changes_is_not_resumed(tmp_path: Path, begun, now, reason) -> None:

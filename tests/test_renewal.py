@@ -54,10 +54,12 @@ return 3
 def test_the_next_process_leaves_out_what_one_died_of(tmp_path: Path) -> None:
     body = TRIES_ALL.format(dying=("compile", "padded"), death="os.abort()")
     done = run(tmp_path, body)
-    reason = "the process died of it (SIGABRT); not tried again"
+    reason = "the process crashed (SIGABRT); not tried again"
     assert done.returncode == 3
     assert done.stdout.splitlines()[-4:] == ["auto ran", f"compile {reason}", "compile-max ran", f"padded {reason}"]
-    told = [f"norm small bwd {name}: {reason}. The bench goes on in another process" for name in ("compile", "padded")]
+    told = [
+        f"norm small bwd {name}: {reason}. The bench continues in another process" for name in ("compile", "padded")
+    ]
     assert [line for line in done.stderr.splitlines() if "norm" in line] == told
 
 
@@ -150,7 +152,7 @@ def test_a_journal_is_the_sum_of_its_lines(tmp_path: Path) -> None:
         )
     )
     assert second.knows("norm", "small", "bwd") and not second.knows("norm", "small", "fwd")
-    with pytest.raises(renewal.Crashed, match=r"the process died of it \(SIGSEGV\); not tried again"):
+    with pytest.raises(renewal.Crashed, match=r"the process crashed \(SIGSEGV\); not tried again"):
         second.begin(*A)
     second.begin(*B)
     assert second.died("SIGABRT") and not second.died("SIGABRT")
@@ -204,7 +206,7 @@ def test_a_bench_that_goes_on_knows_its_own_runs_alone(tmp_path: Path) -> None:
     known = {"options": asked, "commit": run_line("norm")["environment"]["commit"], "gpu": "NVIDIA H200"}
     found = record.finished(path, **known, dirty=True, among={"own"})
     assert found == record.Finished(done=frozenset({("b", "fwd")}), died=frozenset({("c", "fwd")}))
-    with pytest.raises(ValueError, match="not committed"):
+    with pytest.raises(ValueError, match="uncommitted"):
         record.finished(path, **known, dirty=True)
 
 
@@ -252,7 +254,7 @@ def test_the_other_rows_of_a_group_are_measured_after_all(tmp_path: Path) -> Non
     records = record.load(tmp_path / "rmsnorm.jsonl")
     reasons = {(r.mode, r.implementation): (r.status, r["reason"]) for r in records.rows}
     ran = ("skipped", "it ran")
-    assert reasons.pop(("bwd", "eager")) == ("crashed", "the process died of it (SIGABRT); not tried again")
+    assert reasons.pop(("bwd", "eager")) == ("crashed", "the process crashed (SIGABRT); not tried again")
     lost = "CUDA error: an illegal memory access was encountered; not tried again"
     assert reasons.pop(("bwd", "compile")) == ("crashed", lost)
     assert set(reasons.values()) == {ran} and len(reasons) == 6

@@ -141,7 +141,7 @@ def test_a_yardstick_shows_our_share_and_is_no_peer(tmp_path: Path) -> None:
     assert [s.peer for s in found.speedups] == ["compile"] and found.verdict == "excellent"
     report.write(tmp_path, with_charts=False)
     page = (tmp_path / "rmsnorm-fwd.md").read_text()
-    assert "Ours reaches 80.0 % of the rate of **copy** in the same rounds." in page
+    assert "This kernel reaches 80.0 % of the rate of **copy** in the same rounds." in page
     assert "4250 GB/s" in line(page, "| copy |", "40.0 µs")
 
 
@@ -212,7 +212,7 @@ def test_a_card_outside_the_table_has_no_datasheet_figures(tmp_path: Path) -> No
     folder = one(tmp_path, [row(KERNEL, "wide", "fwd", "triton", exact(100), cost=COST)], **run)
     report.write(folder)
     text = (folder / "README.md").read_text()
-    assert text.startswith("# One NVIDIA X1") and "there are no data sheet figures" in text
+    assert text.startswith("# One NVIDIA X1") and "there are no datasheet figures" in text
     assert "| 80.0 % | – |" in text
 
 
@@ -227,7 +227,7 @@ def test_different_cards_in_one_folder_are_refused(tmp_path: Path) -> None:
 
 
 def two_gpus(folder: Path, us: float = 800) -> Path:
-    """A case of two GPUs, bound by the links between them: 0.27 GB a GPU and direction, 600 µs by the data sheet."""
+    """A case of two GPUs, bound by the links between them: 0.27 GB a GPU and direction, 600 µs by the datasheet."""
     cost = {"flops": {"bf16": 100_000_000_000, "fp32": 1_000_000}, "bytes": 400_000_000, "link_bytes": 270_000_000}
     rows = [row("ring", "long", "fwd", name, exact(t), cost=cost) for name, t in (("triton", us), ("eager", 2 * us))]
     ceilings = {"measured": MEASURED, "datasheet": {**DATASHEET, "link": 450e9, "host": 64e9}}
@@ -249,7 +249,7 @@ def test_a_report_of_several_gpus_says_so_and_takes_their_links_into_the_floor(t
         "338 GB/s",
         "75.0 %",
     ]
-    assert line(index, "| NVLink, each way |").endswith("| – | 450 GB/s |")
+    assert line(index, "| NVLink, per direction |").endswith("| – | 450 GB/s |")
     assert page.startswith("# ring fwd on 2 NVIDIA H200\n")
     assert "257 MiB over the links between GPUs, 100 GFLOP (bf16) and 1.00 MFLOP (fp32)" in page
     assert "bound by link; floor 600 µs" in page
@@ -290,12 +290,12 @@ def test_a_kernel_of_several_gpus_has_efficiency_transfers_and_memory(tmp_path: 
     assert cells == ["1000 µs", "400 TFLOP/s", "2000 µs", "97.0 % [96.0, 98.0]", "50.0 µs, 5.0 %", "64.0 MiB",
                      "2.00 MiB", "900 µs to 1000 µs"]  # fmt: skip
     assert "| s1048576 | fwd | torch-cp | 2000 µs | 200 TFLOP/s | – | – | – |" in page
-    assert page.count("- No efficiency, too long for one GPU: s1048576 fwd.") == 1
+    assert page.count("- No efficiency (too long for one GPU): s1048576 fwd.") == 1
     assert page.count("| s16384 | fwd | **triton** | 1.91 MiB | 11.4 MiB | 50.0 µs | 200 GB/s |") == 1
     assert "| s65536 | fwd | triton | 1000 µs | 960 µs | -4.0 % | 99.0 % |" in page
     assert page.count("% | 99.0 % |") == 2
     chart = (tmp_path / "ring-fwd-efficiency.svg").read_text()
-    assert "causal" in chart and "torch-cp" in chart and "triton (ours)" in chart
+    assert "causal" in chart and "torch-cp" in chart and "triton (this kernel)" in chart
 
 
 def test_a_training_has_a_page_and_a_chart_of_its_own(tmp_path: Path) -> None:
@@ -444,7 +444,8 @@ def test_a_chart_of_peers_has_a_line_a_case_and_a_point_an_implementation(h200: 
     text = [word.removesuffix(" ◊") for word in words(h200 / "rmsnorm-fwd.svg")]
     for finding in found:
         assert charts.case_label(finding) in text
-    assert text.count("triton (ours)") == text.count("quack") - len(found) + 1 == 1  # the best peer of all is quack
+    # The best peer of all cases is quack.
+    assert text.count("triton (this kernel)") == text.count("quack") - len(found) + 1 == 1
     drawing = (h200 / "rmsnorm-fwd.svg").read_text()
     # A <use> each; a legend entry each; liger skips one case.
     assert drawing.count("<use") == sum(len(f.shares()) for f in found) + 5

@@ -129,9 +129,9 @@ def test_links_that_were_not_measured_are_those_of_the_data_sheet() -> None:
     assert (both.bandwidth, both.flops, both.link, both.host) == (H200.bandwidth, H200.flops, 450e9, 64e9)
     assert roofline.floor_seconds(Cost(0, 0, link_bytes=450e6), both) == Floor(1e-3, LINK)
     why = roofline.over_roofline(0.5e-3, Cost(0, 0, link_bytes=450e6), both)
-    assert why and "(450 GB/s, data sheet)" in why
+    assert why and "(450 GB/s, datasheet)" in why
     with_link = dataclasses.replace(H200, link=4e11).with_links_of(datasheet)
-    assert [with_link.source_of(name) for name in (MEMORY, LINK, HOST)] == ["measured", "measured", "data sheet"]
+    assert [with_link.source_of(name) for name in (MEMORY, LINK, HOST)] == ["measured", "measured", "datasheet"]
     assert H200.with_links_of(None) == H200
 
 
@@ -216,7 +216,7 @@ def test_figures_read_well(text: str, expected: str) -> None:
 def test_ceilings_survive_a_record() -> None:
     again = Ceilings.from_record(H200.to_record(), "measured")
     assert again is not None and again.bandwidth == H200.bandwidth and dict(again.flops) == dict(H200.flops)
-    assert Ceilings.from_record(None, "data sheet") is None
+    assert Ceilings.from_record(None, "datasheet") is None
 
 
 def test_report_and_compare_need_no_torch() -> None:

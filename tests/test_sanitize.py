@@ -369,7 +369,7 @@ def test_an_interrupt_keeps_what_was_found_and_ends_what_runs(toy, tmp_path, mon
     with pytest.raises(KeyboardInterrupt):
         toy({"memcheck": (0, "")}, run=once, jobs=2)
     (row,) = rows_json.read(tmp_path / "sanitize.json", sanitize.SCHEMA)["rows"]
-    assert (row["status"], row["reason"]) == ("findings", "1 of 2 parts were inspected")
+    assert (row["status"], row["reason"]) == ("findings", "only 1 of 2 parts were completed")
     assert [process.poll() is not None for process in processes] == [True]
 
 

@@ -73,7 +73,7 @@ def test_a_suite_narrows_and_says_when_nothing_is_left() -> None:
     suite = suites.find("trainscale")
     (selection,) = suites.select(suite, asked(kernel=["gelu"], mode=["fwd"], impl=["triton"]))
     assert (selection.modes, selection.implementations) == (("fwd",), ("triton",))
-    with pytest.raises(ValueError, match="suite trainscale: nothing is left of it"):
+    with pytest.raises(ValueError, match="suite trainscale: .* select none of its cases"):
         suites.select(suite, asked(case=["nonesuch"]))
     with pytest.raises(ValueError, match="has no implementation nonesuch"):
         suites.select(Suite("a", "b", (Part("gelu", (), ("nonesuch",)),)), asked())
@@ -88,7 +88,7 @@ def test_a_bench_py_may_declare_suites_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert cli.main(["bench", "--suite", "llm"]) == 2
     assert "unknown suite 'llm'; known: attention-small, own, trainscale" in capsys.readouterr().err
     monkeypatch.setattr(registry, "module", lambda name: SimpleNamespace(SUITES=(SUITE, SUITE)))
-    with pytest.raises(ValueError, match="names of their own"):
+    with pytest.raises(ValueError, match="must be unique"):
         suites.every()
 
 

@@ -54,7 +54,7 @@ def test_the_page(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert str(page) in capsys.readouterr().out
     lines = [line for line in page.read_text().splitlines() if line.startswith("| wide")]
     assert "2026-01-01 10:00 | `aaaaaaaaa` |" in lines[0] and "| – | – | 2.0" in lines[0]
-    assert "`bbbbbbbbb` with changes" in lines[1] and "-20." in lines[1] and "| FASTER | 2.5" in lines[1]
+    assert "`bbbbbbbbb` with uncommitted changes" in lines[1] and "-20." in lines[1] and "| FASTER | 2.5" in lines[1]
 
 
 def test_what_cannot_be_said(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -62,5 +62,5 @@ def test_what_cannot_be_said(checkout: Path, tmp_path_factory: pytest.TempPathFa
         trend.main(argparse.Namespace(kernel=["nonesuch"], out=None), checkout)
     (elsewhere := tmp_path_factory.mktemp("plain") / "reports").mkdir()
     (checkout / "reports" / "h200").rename(elsewhere / "h200")
-    with pytest.raises(ValueError, match="no git checkout"):
+    with pytest.raises(ValueError, match="not a git checkout"):
         trend.main(argparse.Namespace(kernel=None, out=None), elsewhere.parent)

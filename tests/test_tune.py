@@ -104,7 +104,8 @@ def test_every_candidate_is_timed_or_has_its_reason():
     assert found[64] == (10.0, None)
     assert found[128] == (8.0, None)
     assert found[256] == (8.2, None)
-    assert found[512] == (None, "gives another result than the picked configuration")  # or it would be the fastest
+    # Otherwise it would be the fastest.
+    assert found[512] == (None, "gives a different result than the selected configuration")
     assert found[1024] == (None, "RuntimeError: out of resources with 1024")
 
 
@@ -113,7 +114,7 @@ def test_a_wrong_candidate_is_found_out_in_place_too():
     spec = replace(SPEC, implementations={"triton": lambda x: x.copy_(_op(x))}, cases=(case,))
     found = _by_block(tune.search(spec, spec.tunables[0], case, torch.device("cpu"), None))
     assert found[256] == (8.2, None)
-    assert found[512] == (None, "gives another result than the picked configuration")
+    assert found[512] == (None, "gives a different result than the selected configuration")
 
 
 def test_a_drifting_clock_favours_no_group(timed, monkeypatch):
@@ -134,7 +135,7 @@ def test_a_candidate_that_fails_while_timed_has_its_reason_and_the_others_go_on(
 
 def test_a_picked_configuration_that_fails_is_an_error(timed):
     timed.fails = {128}
-    with pytest.raises(ValueError, match="the picked configuration itself fails"):
+    with pytest.raises(ValueError, match="the selected configuration itself fails"):
         _search()
 
 
@@ -185,7 +186,7 @@ def test_a_backward_is_tuned_with_the_same_incoming_gradients():
     tunable = replace(SPEC.tunables[0], mode="bwd")
     row = tune.search(replace(SPEC, tunables=(tunable,)), tunable, CASE, torch.device("cpu"), None)
     # In this toy the backward of the wrong candidate differs too: 2.1 dy for 2 dy.
-    assert _by_block(row)[512][1] == "gives another result than the picked configuration"
+    assert _by_block(row)[512][1] == "gives a different result than the selected configuration"
     assert _by_block(row)[64] == (10.0, None)
 
 
@@ -208,8 +209,8 @@ def _row(**times: float | None) -> dict:
     [
         (_row(b128=8.0, b64=10.0), None),
         (_row(b128=10.0, b64=9.75), None),  # within the noise of the search
-        (_row(b128=10.0, b64=9.6), r"\(10\.00 µs\), 4\.2 % behind \{'block': 64, 'warps': 4\} \(9\.60 µs\)"),
-        (_row(b64=10.0), "not among the candidates measured: tune again"),
+        (_row(b128=10.0, b64=9.6), r"\(10\.00 µs\), 4\.2 % slower than \{'block': 64, 'warps': 4\} \(9\.60 µs\)"),
+        (_row(b64=10.0), "not among the measured candidates: tune again"),
         (_row(b128=None, b64=10.0), "which failed: did not compile"),
     ],
 )
@@ -228,7 +229,7 @@ def test_a_changed_pick_or_signature_shows(tmp_path, monkeypatch):
     file.write_text(json.dumps({"schema": tuned.SCHEMA, "rows": [_row(b128=8.0, b64=10.0)]}))
     assert tuned.behind(file, SPEC) == []
     monkeypatch.setattr(kernel, "pick_config", lambda n, dtype, capability: Config(64))
-    assert "25.0 % behind" in tuned.behind(file, SPEC)[0]
+    assert "25.0 % slower than" in tuned.behind(file, SPEC)[0]
     monkeypatch.setattr(kernel, "pick_config", lambda n: Config(128))
     assert "positional argument" in tuned.behind(file, SPEC)[0]
     assert "tune again" in tuned.behind(file, replace(SPEC, tunables=()))[0]
@@ -245,7 +246,7 @@ def test_a_changed_pick_is_replayed_into_the_file(command, tmp_path, monkeypatch
     assert (row["picked"], row["picked_us"]) == ({"block": 64, "warps": 4}, 10.0)
     assert "25.0 %" in capsys.readouterr().out
     monkeypatch.setattr(kernel, "pick_config", lambda n, dtype, capability: Config(32))
-    with pytest.raises(ValueError, match="not among the candidates measured: tune again"):
+    with pytest.raises(ValueError, match="not among the measured candidates: tune again"):
         command(replay=True)
 
 
@@ -281,14 +282,14 @@ def test_the_command_writes_and_tells(command, tmp_path, capsys):
     assert (document["kernel"], document["gpu"], document["environments"]) == ("toy", "h200", [{"commit": "abc"}])
     assert [row["implementation"] for row in document["rows"]] == ["triton"]
     said = capsys.readouterr().out
-    assert "5 candidates, 2 unfit; the picked one is among the best" in said
+    assert "5 candidates, 2 failed; the selected one is among the best" in said
     assert "block=128 warps=4" in said
 
 
 def test_a_pick_that_is_behind_is_exit_code_1(command, monkeypatch, capsys):
     monkeypatch.setattr(kernel, "pick_config", lambda n, dtype, capability: Config(64))
     assert command() == 1
-    assert "25.0 % behind {'block': 128, 'warps': 4}" in capsys.readouterr().out
+    assert "25.0 % slower than {'block': 128, 'warps': 4}" in capsys.readouterr().out
 
 
 def test_a_case_that_the_implementation_cannot_take_is_skipped_and_an_alias_is_not(command, monkeypatch, capsys):

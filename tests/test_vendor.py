@@ -62,7 +62,7 @@ def test_a_copy_is_made_checked_and_rewritten(tree: Path) -> None:
     [
         (["beta", "launch.py"], "no kernel 'beta'"),
         (["alpha", "nothing.py"], "no parts/nothing.py; there are launch.py, sm90/tma.cuh"),
-        (["alpha"], "name the part"),
+        (["alpha"], "PART is missing"),
     ],
 )
 def test_says_what_cannot_be_copied(tree: Path, arguments: list[str], reason: str, capsys) -> None:
@@ -73,4 +73,4 @@ def test_says_what_cannot_be_copied(tree: Path, arguments: list[str], reason: st
 def test_a_file_that_is_no_copy_is_left_alone(tree: Path, capsys) -> None:
     (tree / "parts/checks.py").write_text("C = 1\n")
     assert cli.main(["vendor", "alpha", "checks.py"]) == 2
-    assert "is no copy" in capsys.readouterr().err
+    assert "is not a copy" in capsys.readouterr().err

@@ -90,7 +90,7 @@ class Benchmark:
         """ValueError for a declaration that cannot be run; it names the argument."""
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.name):
             raise ValueError(
-                f"name: must be of letters, digits, '.', '_' and '-', without '.' first, got {self.name!r}"
+                f"name: must consist of letters, digits, '.', '_' and '-' and not begin with '.', got {self.name!r}"
             )
         if not self.candidates:
             raise ValueError("candidates: at least one is needed")
@@ -101,7 +101,7 @@ class Benchmark:
         if not self.modes:
             raise ValueError(f"modes: at least one of {', '.join((*MODES, MEMORY))} is needed")
         if taken := sorted({b.name for b in chosen(self.baselines)} & set(self.candidates)):
-            raise ValueError(f"candidates: the names {taken} are those of baselines")
+            raise ValueError(f"candidates: the names {taken} are taken by baselines")
 
     @property
     def timed(self) -> bool:

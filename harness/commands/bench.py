@@ -49,26 +49,29 @@ STUCK_SECONDS = 120.0
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_selection(parser, "all bench cases; with --gpus those of N GPUs")
-    parser.add_argument("--suite", metavar="NAME", help="the cases of a suite (harness/suites.py), with its summary")
+    parser.add_argument("--suite", metavar="NAME", help="run a suite (harness/suites.py) and print its summary")
     options.add_target(parser)
     options.add_output(parser, "reports/<gpu>; .out/<gpu> with --quick or --suite, or for a kernel from outside")
-    group = parser.add_argument_group("how")
+    group = parser.add_argument_group("measurement")
     timers = ("auto", "events", "graph", "cupti")
-    group.add_argument("--timer", choices=timers, default="auto", help="see harness/measure/timing.py (default: auto)")
-    group.add_argument("--quick", action="store_true", help="few samples, only the first bench case, into .out/")
+    help_line = "CUDA events, CUDA graph or CUPTI; see harness/measure/timing.py (default: auto)"
+    group.add_argument("--timer", choices=timers, default="auto", help=help_line)
+    group.add_argument("--quick", action="store_true", help="few samples of the first bench case only; output to .out/")
     group.add_argument(
         "--host",
         choices=("yes", "no", "only"),
         default="yes",
-        help="also measure host time per call (yes, the default), not (no), or only that",
+        help="measure host time per call in addition (yes, the default), not (no), or nothing else (only)",
     )
-    group.add_argument("--host-compiled", action="store_true", help="host time under torch.compile too: some minutes")
-    group.add_argument("--gpus", type=int, default=1, metavar="N", help="the cases of N GPUs, a process for each")
+    group.add_argument("--host-compiled", action="store_true", help="host time also under torch.compile; takes minutes")
+    group.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="the cases for N GPUs, with one process (rank) per GPU"
+    )
     group.add_argument(
         "--rank-timeout",
         type=float,
         metavar="S",
-        help=f"with --gpus: no step of any process for so long means that one hangs (default: {TIMEOUT:g} s)",
+        help=f"with --gpus: end the run after S seconds without progress of any rank (default: {TIMEOUT:g})",
     )
     group.add_argument(
         "--samples",
@@ -76,30 +79,37 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=50,
         metavar="N",
-        help="exactly N samples (without N: 50), not as many as the scatter asks for",
+        help="exactly N samples (without N: 50) instead of as many as the confidence interval requires",
     )
     group.add_argument(
-        "--warmup", type=int, nargs="?", const=10, metavar="N", help="N rounds of warm-up (without N: 10), not a time"
+        "--warmup",
+        type=int,
+        nargs="?",
+        const=10,
+        metavar="N",
+        help="N warm-up rounds (without N: 10), not a fixed time",
     )
     group.add_argument("--resume", action="store_true", help="continue an interrupted bench with the same options")
     group.add_argument(
         "--turns",
         type=Path,
         metavar="FILE",
-        help="share the GPU with other benches that name the same file: one has it, the others compile meanwhile",
+        help="lock file by which concurrent benches share a GPU: one measures while the others compile",
     )
     group.add_argument(
         "--jobs",
         type=int,
         metavar="N",
-        help="N processes on each GPU, which take turns: peers are compiled while others are timed; no host time",
+        help="N processes per GPU, of which one measures while the others compile peers; without host time",
     )
     group.add_argument(
         "--missing",
         action="store_true",
-        help="with --jobs: only cases that have no row of ours beside all peers of today",
+        help="with --jobs: only cases that were not yet measured together with all present peers",
     )
-    group.add_argument("--minutes", type=float, metavar="M", help="with --jobs: no longer; finished rows are kept")
+    group.add_argument(
+        "--minutes", type=float, metavar="M", help="with --jobs: stop after M minutes, keep finished rows"
+    )
 
 
 #: Values that mean "not given", for options that some modes ignore.
@@ -166,7 +176,7 @@ def main(arguments: argparse.Namespace) -> int:
         failures = journal.failures
     else:
         gpu_only = "timer", "host", "host_compiled", "resume", "turns"
-        refuse("a bench on a CPU, which takes the wall clock's time,", *gpu_only)
+        refuse("a bench on a CPU, which measures wall-clock time,", *gpu_only)
         failures = _benched(partial(on_cpu.bench, arguments=arguments), own, out, suite)
     print(f"records in {out / 'records'}")
     return 1 if failures else 0
@@ -296,7 +306,7 @@ class Session:
                 write("stop", reason="interrupted")
                 if group is not None and group.seconds:
                     print(f"\n{group.case.name} {group.mode}: {group.spent()}", file=sys.stderr)
-                print("\ninterrupted: finished rows are kept, --resume goes on from them", file=sys.stderr)
+                print("\ninterrupted: finished rows are kept, --resume continues", file=sys.stderr)
                 raise SystemExit(130) from None
         record.compact(path)
         journal.note(complete=spec.name)
@@ -314,7 +324,7 @@ class Session:
                     write("row", **row)
                 medians = {r["implementation"]: r["columns"]["host"]["median_us"] for r in rows if r["status"] == "ok"}
                 said = ", ".join(f"{name} {median:.1f}" for name, median in medians.items())
-                print(f"{selection.spec.name} {case.name} {way}, us a call: {said}", flush=True)
+                print(f"{selection.spec.name} {case.name} {way}, µs per call: {said}", flush=True)
                 failed = sum(r["kind"] == "ours" and r["status"] not in ("ok", "skipped") for r in rows)
                 failures += failed
                 self.journal.note(failures=failed)
@@ -351,7 +361,7 @@ class Group:
 
     def crashed(self) -> list[dict[str, Any]]:
         """The rows of a group in which an earlier process died."""
-        reason = "the process died here; not tried again"
+        reason = "the process crashed in this case; not tried again"
         return [self._row(name, "crashed", reason) for name in self.selection.implementations]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -381,7 +391,7 @@ class Group:
     def spent(self) -> str:
         """Host time by stage in seconds, and for how long this bench held the GPU."""
         turns = self.session.turns
-        return spent_on(self.seconds) + (f"; {turns.had:.1f} with the GPU" if turns.shared else "")
+        return spent_on(self.seconds) + (f"; GPU held for {turns.had:.1f}" if turns.shared else "")
 
     def _import(self) -> None:
         """Loads peers once in advance, since imports take seconds for which the GPU is not needed."""
@@ -548,7 +558,7 @@ class Group:
             run = execute.bind(self.spec, fn, inputs, self.mode, grads)
             share = timing.share_on_stream(run, torch.cuda.current_stream())
             if share < 0.5 and ours:
-                reason = f"only {100 * share:.0f} % of its time passes on the stream that it was called on"
+                reason = f"only {100 * share:.0f} % of its GPU time is on the stream on which it was called"
                 self.done[name] = self._row(name, "wrong", reason)
         if not verdict.ok and ours:
             when = "after timing: " if timed else ""
@@ -580,7 +590,7 @@ class Group:
         verdict = self.verdicts.get(name)
         warnings = list(measurement.warnings[name])
         if verdict and not verdict.ok:
-            warnings.append(f"less accurate than the rule for our own kernels allows: {verdict.reason}")
+            warnings.append(f"less accurate than the tolerance for this repository's kernels: {verdict.reason}")
         over = [
             reason
             for column in ("cold", "warm", "graph")

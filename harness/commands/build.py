@@ -28,14 +28,15 @@ Pair = tuple[str, tuple[int, int]]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.add_selection(parser, "all, with --quick all bench cases", "all of ours")
-    group = parser.add_argument_group("how")
-    group.add_argument("--quick", action="store_true", help="only the bench cases, not the small ones for correctness")
+    options.add_selection(parser, "all, with --quick all bench cases", "all but peers")
+    group = parser.add_argument_group("build")
+    group.add_argument("--quick", action="store_true", help="only the bench cases, not the small correctness cases")
     group.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="default: reports/build, .out/build for a kernel from outside; a part of one is written only with --out",
+        help="output folder (default: reports/build; .out/build for a kernel outside the checkout; none if only part "
+        "of a kernel is selected)",
     )
     group.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     group.add_argument("--pair", action="append", default=[], help=argparse.SUPPRESS)
@@ -115,7 +116,7 @@ def _start(share: Sequence[Pair], file: Path, arguments: argparse.Namespace) -> 
 def _collect(code: int, share: Sequence[Pair], file: Path) -> list[Outcome]:
     if code == 0:
         return [Outcome(**entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
-    reason = f"the process that compiled it died with exit code {code}"
+    reason = f"the compiling process ended with exit code {code}"
     return [
         Outcome(kernel, target, failures=[f"{target} {kernel}: {reason}"])
         for kernel, target in ((kernel, target_name(capability)) for kernel, capability in share)

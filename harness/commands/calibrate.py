@@ -1,7 +1,7 @@
 """Measures the ceilings of this GPU, on random data: the bandwidth of a copy, of a read and of two reads and a write,
 and the rate of plain GEMMs, in fp8 with fast accumulation.
 
-No program reaches the data sheet's figures, so a percentage of them says little about a kernel. With --gpus N it also
+No program reaches the datasheet's figures, so a percentage of them says little about a kernel. With --gpus N it also
 measures the rates of the links between that many GPUs of this host, by engine, direction and size.
 """
 
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     from ..options import add_target
 
     add_target(parser)
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="the links between N GPUs as well")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="also measure the links between N GPUs")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -37,7 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
     if device.type != "cuda":
         raise ValueError("calibrate needs a GPU: ceilings are measured, not looked up")
     if (found := torch.cuda.device_count()) < arguments.gpus:
-        raise ValueError(f"--gpus {arguments.gpus}: {found} found here")
+        raise ValueError(f"--gpus {arguments.gpus}: {found} GPUs found")
     measured = measure(device)
     if arguments.gpus > 1:
         try:

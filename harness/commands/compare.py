@@ -60,9 +60,9 @@ BROKEN = ("oom", "error", "wrong", "crashed", "over-roofline")
 FACTS: dict[str, Any] = {
     "GPU": lambda run: run.gpu.get("name"),
     "GPUs": lambda run: run.world_size,
-    "card (UUID)": lambda run: run.gpu.get("uuid"),
+    "GPU (UUID)": lambda run: run.gpu.get("uuid"),
     "driver": lambda run: run.gpu.get("driver"),
-    "highest SM clock (MHz)": lambda run: run.gpu.get("sm_clock_max_mhz"),
+    "maximum SM clock (MHz)": lambda run: run.gpu.get("sm_clock_max_mhz"),
     "power limit (W)": lambda run: run.gpu.get("power_limit_w"),
     "PyTorch": lambda run: run.environment.get("torch"),
     "Triton": lambda run: run.environment.get("triton"),
@@ -76,18 +76,26 @@ FACTS: dict[str, Any] = {
 def configure(parser: argparse.ArgumentParser) -> None:
     where = "FILE|DIR|GIT-REV"
     parser.add_argument("--baseline", required=True, metavar=where, help="records to compare with")
-    parser.add_argument("--current", default=str(ROOT / "reports"), metavar=where, help="default: reports/")
-    parser.add_argument("--threshold", type=float, default=100 * THRESHOLD, metavar="PERCENT", help="default: 3")
-    parser.add_argument("--all", action="store_true", help="baselines and peers too, not only our implementations")
+    parser.add_argument(
+        "--current", default=str(ROOT / "reports"), metavar=where, help="new records (default: reports/)"
+    )
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        default=100 * THRESHOLD,
+        metavar="PERCENT",
+        help="smallest change that counts (default: 3)",
+    )
+    parser.add_argument("--all", action="store_true", help="compare peers too, not only this repository's kernels")
     parser.add_argument(
         "--fail-on",
         type=_fail_on,
         default=("slower",),
         metavar="WHAT[,WHAT]",
-        help=f"exit with 1 on any of {', '.join(FAIL_ON)} (default: slower)",
+        help=f"exit with code 1 on any of these: {', '.join(FAIL_ON)} (default: slower)",
     )
-    parser.add_argument("--relative", metavar="PEER", help="judge by the ratio to a peer of the same run")
-    parser.add_argument("--out", type=Path, metavar="FILE.md", help="also write the table there, for a pull request")
+    parser.add_argument("--relative", metavar="PEER", help="compare times relative to PEER in the same run")
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="also write the tables there, for a pull request")
     parser.add_argument("--json", type=Path, metavar="FILE.json", help="also write the verdicts there")
 
 
@@ -209,14 +217,13 @@ class Comparison:
         """Differences between the machines, the counts, the table, and the missing rows."""
         lines = ["# Comparison", ""]
         if self.differences:
-            lines += ["**The two sides were not measured alike:**", ""]
-            lines += [*md.table(("what", "baseline", "current"), self.differences), ""]
+            lines += ["**The two sides were measured under different conditions:**", ""]
+            lines += [*md.table(("property", "baseline", "current"), self.differences), ""]
         else:
             lines += ["Same GPU, driver, clock and power limits, and versions on both sides.", ""]
         for name, change, count in self.drift:
-            lines.append(
-                f"*{name}*, which is no code of ours, changed by {_change(change)} (median of {count} rows).  "
-            )
+            said = f"changed by {_change(change)} (median of {count} rows)"
+            lines.append(f"*{name}*, which is not this repository's code, {said}.  ")
         lines += [""] if self.drift else []
         counts = Counter(pair.verdict for pair in self.pairs)
         lines += [
@@ -224,21 +231,21 @@ class Comparison:
             "",
         ]
         if self.relative:
-            lines += [f"Judged by the time over that of *{self.relative}* in the same run.", ""]
+            lines += [f"The verdicts compare the time relative to *{self.relative}* in the same run.", ""]
         lines += [*md.table(HEAD, [_line(pair) for pair in self.pairs]), ""]
         if self.memory:
-            lines += ["Memory that is not what it was:", ""]
-            head = ("", *IDENTITY, "what", ">baseline MiB", ">current MiB", ">change")
+            lines += ["Memory that changed:", ""]
+            head = ("", *IDENTITY, "memory", ">baseline MiB", ">current MiB", ">change")
             lines += [*md.table(head, [_memory_line(growth) for growth in self.memory]), ""]
         if self.missing:
             lines += ["Measured on one side only:", ""]
-            lines += md.table(("side", *IDENTITY, "why"), [[m.side, *m.row.key, m.why] for m in self.missing])
+            lines += md.table(("side", *IDENTITY, "reason"), [[m.side, *m.row.key, m.why] for m in self.missing])
         return lines
 
 
 IDENTITY = ("kernel", "case", "mode", "implementation")
 HEAD = (
-    "verdict", *IDENTITY, "column", ">baseline µs", ">current µs", ">change", ">95 % CI", ">relative to", "note",
+    "verdict", *IDENTITY, "timing", ">baseline µs", ">current µs", ">change", ">95 % CI", ">relative to", "note",
 )  # fmt: skip
 
 
@@ -329,7 +336,7 @@ def _by_peer(pair: Pair, peer: str, threshold: float) -> Pair:
     if pair.verdict == FAILED:
         return pair
     if pair.relative is None:
-        return replace(pair, verdict=UNSURE, note=f"{peer} was not measured beside it on both sides")
+        return replace(pair, verdict=UNSURE, note=f"{peer} was not measured in the same run on both sides")
     limit = max(threshold, HOST_THRESHOLD) if pair.current.host else threshold
     return replace(pair, verdict=classify(pair.relative, limit), note="")
 
@@ -348,7 +355,7 @@ def _missing(before: Keyed, after: Keyed) -> Iterable[Missing]:
         for key, row in mine.items():
             other = theirs.get(key)
             if row.ok and other is None:
-                yield Missing(side, row, "no such row on the other side")
+                yield Missing(side, row, "not in the records of the other side")
             elif row.ok and other and not other.ok and (side == "current" or other.status not in BROKEN):
                 yield Missing(
                     side, row, f"{other.status} on the other side: {other.get('reason', 'no reason recorded')}"
@@ -375,7 +382,7 @@ def judge(baseline: Row, current: Row, threshold: float = THRESHOLD, peers: Iter
         return Pair(baseline, current, None, FAILED, None, None, None, note)
     column = _column(baseline, current)
     if column is None:
-        return Pair(baseline, current, None, UNSURE, None, None, None, "no column was measured on both sides")
+        return Pair(baseline, current, None, UNSURE, None, None, None, "no timing was measured on both sides")
     floor = noise_floor(baseline.get("noise"), current.get("noise"))
     samples = [row.get("columns")[column]["samples_us"] for row in (baseline, current)]
     ratio = ratio_of_medians(samples[0], samples[1], floor)
@@ -416,8 +423,8 @@ def _note(verdict: str, reference: str | None, relative: Ratio | None, threshold
     if relative is None or verdict not in (SLOWER, FASTER):
         return ""
     if classify(relative, threshold) == SAME:
-        return f"{reference} moved with it: the machine, rather than the kernel"
-    return f"{reference} did not move with it: the kernel" if classify(relative, threshold) == verdict else ""
+        return f"{reference} changed alike: probably the machine, not the kernel"
+    return f"{reference} did not change alike: the kernel" if classify(relative, threshold) == verdict else ""
 
 
 def _differences(baseline: Sequence[Row], current: Sequence[Row]) -> Iterable[tuple[str, str, str]]:

@@ -10,14 +10,14 @@ from ..spec import KernelSpec
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_selection(parser, "all bench cases, with --all all")
-    parser.add_argument("--all", action="store_true", help="also the cases that are only for correctness")
+    parser.add_argument("--all", action="store_true", help="also list the cases that are only for correctness checks")
 
 
 def main(arguments: argparse.Namespace) -> int:
     if arguments.all and not arguments.case:
         chosen = [registry.load(name) for name in arguments.kernel or registry.names()]
         arguments.case = sorted({case.name for spec in chosen for case in spec.cases})
-    print("\n\n".join(describe(selection) for selection in options.select(arguments)) or "nothing matches")
+    print("\n\n".join(describe(selection) for selection in options.select(arguments)) or "nothing is selected")
     return 0
 
 
@@ -39,7 +39,7 @@ def describe(selection: options.Selection) -> str:
         settings = {**case.dims, "dtype": str(case.dtype).removeprefix("torch."), **case.params}
         settings |= {"GPUs": case.world_size} if case.world_size > 1 else {}
         shown = ", ".join(f"{key} {value}" for key, value in settings.items())
-        lines.append(f"    {case.name:<{width}}  {shown}{'' if case.bench else '  (correctness alone)'}")
+        lines.append(f"    {case.name:<{width}}  {shown}{'' if case.bench else '  (correctness only)'}")
     return "\n".join(lines)
 
 

@@ -41,17 +41,17 @@ MODULES = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="folder, public function, op and SPEC.name: e.g. layer_norm")
-    parser.add_argument("--cuda", action="store_true", help="with a version for Hopper in CUDA C++ beside Triton's")
+    parser.add_argument("name", metavar="NAME", help="name of folder, public function, op and SPEC, e.g. layer_norm")
+    parser.add_argument("--cuda", action="store_true", help="add a CUDA C++ version for Hopper to the Triton version")
 
 
 def main(arguments: argparse.Namespace) -> int:
     folder = scaffold(arguments.name, arguments.cuda)
     shown = folder.relative_to(registry.ROOT)
-    print(f"{shown}: a working kernel, y = alpha · x. Make it yours, starting with reference.py and SPEC in bench.py.")
-    print(f"  nox -s test-{arguments.name}     its own tests, and those that its SPEC gives it")
-    print(f"  nox -s bench-{arguments.name}    correctness, then the time, or without a GPU the floor")
-    print("  nox -s support       adds it to docs/SUPPORT.md, which a test holds current")
+    print(f"{shown}: a working kernel, y = alpha · x. Replace it, beginning with reference.py and SPEC in bench.py.")
+    print(f"  nox -s test-{arguments.name}     runs its own tests and those generated from its SPEC")
+    print(f"  nox -s bench-{arguments.name}    checks and times it, or without a GPU prints its roofline bound")
+    print("  nox -s support       adds it to docs/SUPPORT.md, which a test requires")
     return 0
 
 
@@ -91,11 +91,11 @@ def problem(name: str) -> str | None:
     if not re.fullmatch("[a-z][a-z0-9_]*", name):
         return "use lower-case letters, digits and underscores, a letter first"
     if len(name) > LONGEST:
-        return f"at most {LONGEST} characters, it has {len(name)}"
+        return f"it has {len(name)} characters, at most {LONGEST} are allowed"
     if keyword.iskeyword(name) or keyword.issoftkeyword(name):
         return "it is a keyword of Python"
     if name in sys.stdlib_module_names or name in ("torch", "triton", "cupy"):
-        return "it would be taken for the module of that name"
+        return "a Python module has that name"
     if name in dir(builtins):
         return "it would hide the builtin function"
     if name in OVER_KERNELS:

@@ -22,16 +22,26 @@ GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kernel", metavar="NAME", help="default: the one that has a model")
+    parser.add_argument("--kernel", metavar="NAME", help="kernel with a performance model (default: the first)")
     parser.add_argument(
-        "--case", metavar="NAME", help="whose heads and mask; default: the bench case of that length, else the first"
+        "--case",
+        metavar="NAME",
+        help="case that sets heads and mask (default: the bench case nearest to --seq, else the first)",
     )
-    parser.add_argument("--mode", choices=("fwd", "bwd"), default="fwd")
-    parser.add_argument("--gpus", type=int, action="append", metavar="N", help="may be given more than once")
-    parser.add_argument("--seq", type=int, metavar="N", help="length of the whole sequence; default: the case's own")
-    parser.add_argument("--tflops", type=float, help="of the kernel on one GPU; default: what the records say")
-    parser.add_argument("--link", type=float, metavar="GB/s", help="of one GPU and direction; default: the records'")
-    parser.add_argument("--reports", type=Path, default=registry.ROOT / "reports", metavar="FOLDER", help="the records")
+    parser.add_argument("--mode", choices=("fwd", "bwd"), default="fwd", help="default: fwd")
+    parser.add_argument("--gpus", type=int, action="append", metavar="N", help="GPUs; may be given more than once")
+    parser.add_argument("--seq", type=int, metavar="N", help="length of the whole sequence (default: the case's)")
+    parser.add_argument("--tflops", type=float, help="rate of the kernel on one GPU (default: from the records)")
+    parser.add_argument(
+        "--link", type=float, metavar="GB/s", help="link bandwidth per direction (default: from the records)"
+    )
+    parser.add_argument(
+        "--reports",
+        type=Path,
+        default=registry.ROOT / "reports",
+        metavar="FOLDER",
+        help="reports with the records (default: reports/)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -39,10 +49,10 @@ def main(arguments: argparse.Namespace) -> int:
     spec = _spec(arguments.kernel)
     case = spec.case(arguments.case) if arguments.case else _nearest(spec, arguments.seq)
     flops, link = _rates(spec, case, arguments)
-    print(f"A model, not a measurement: {spec.name} {arguments.mode}, heads and mask of {case.name},")
-    print(f"length {arguments.seq or 'its own'}.")
-    print(f"{flops.value * 1e-12:.4g} TFLOP/s a GPU: {flops.source}.")
-    print(f"{link.value * 1e-9:.4g} GB/s a link: {link.source}.\n")
+    print(f"A prediction, not a measurement: {spec.name} {arguments.mode}, heads and mask of {case.name},")
+    print(f"length {arguments.seq or 'of the case'}.")
+    print(f"{flops.value * 1e-12:.4g} TFLOP/s per GPU: {flops.source}.")
+    print(f"{link.value * 1e-9:.4g} GB/s per link: {link.source}.\n")
     print("\n".join(rows(spec, case, arguments, flops.value, link.value)))
     return 0
 
@@ -54,7 +64,7 @@ def rows(spec: KernelSpec, case: Case, arguments: argparse.Namespace, flops: flo
     for gpus in arguments.gpus or GPUS:
         seconds, exposed, efficiency = spec.model(case, arguments.mode, gpus, arguments.seq, flops, link)
         found.append((gpus, f"{1e3 * seconds:.3f}", f"{1e3 * exposed:.3f}", f"{100 * efficiency:.1f} %"))
-    return table([">GPUs", ">ms", ">ms waiting for transfers", ">efficiency"], found)
+    return table([">GPUs", ">ms", ">exposed transfers, ms", ">efficiency"], found)
 
 
 def _rates(spec: KernelSpec, case: Case, arguments: argparse.Namespace) -> tuple[Rate, Rate]:
@@ -67,16 +77,16 @@ def _rates(spec: KernelSpec, case: Case, arguments: argparse.Namespace) -> tuple
     flops = (
         measured_rates.kernel_rate(recorded, arguments.mode, series, arguments.seq or length)
         if given["tflops"] is None
-        else Rate(given["tflops"] * 1e12, "as --tflops says")
+        else Rate(given["tflops"] * 1e12, "from --tflops")
     )
     link = (
         measured_rates.link_rate(recorded, flops.gpu if flops else None)  # of the same GPU
         if given["link"] is None
-        else Rate(given["link"] * 1e9, "as --link says")
+        else Rate(given["link"] * 1e9, "from --link")
     )
     if flops is None or link is None:
         missing = " and ".join(name for name, rate in (("--tflops", flops), ("--link", link)) if rate is None)
-        raise ValueError(f"no record of several GPUs in {arguments.reports} has what {missing} would say")
+        raise ValueError(f"no record of several GPUs in {arguments.reports} has this rate: give {missing}")
     return flops, link
 
 
@@ -97,6 +107,6 @@ def _spec(name: str | None) -> KernelSpec:
     if name:
         spec = registry.load(name)
         if spec.model is None:
-            raise ValueError(f"{name} has no model of several GPUs")
+            raise ValueError(f"{name} has no performance model for several GPUs")
         return spec
     return next(spec for spec in map(registry.load, registry.names()) if spec.model)

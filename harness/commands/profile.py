@@ -46,18 +46,20 @@ class Target:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.add_selection(parser, implementations="all of ours")
+    options.add_selection(parser, implementations="all but peers")
     options.add_target(parser)
     options.add_output(parser)
-    group = parser.add_argument_group("how")
-    group.add_argument("--full", action="store_true", help="every section of Nsight Compute, several times as slow")
-    group.add_argument("--keep", type=Path, metavar="DIR", help="keep the .ncu-rep files, for ncu-ui, or traces in DIR")
+    group = parser.add_argument_group("profiling")
+    group.add_argument(
+        "--full", action="store_true", help="all sections of Nsight Compute; takes several times as long"
+    )
+    group.add_argument("--keep", type=Path, metavar="DIR", help="keep the .ncu-rep files (for ncu-ui) or traces in DIR")
     group.add_argument(
         "--gpus",
         type=int,
         default=1,
         metavar="N",
-        help="the cases of N GPUs: traces, and NVTX ranges for nsys",
+        help="trace the cases for N GPUs with PyTorch's profiler, or mark them for Nsight Systems",
     )
     group.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
 
@@ -133,9 +135,9 @@ def row(
     failure: str | None,
 ) -> dict[str, Any]:
     """One row of the file: status, launches, their sums, and the measured bytes next to those of the cost."""
-    status, reason = statuses.get(target.name, ["error", failure or "the worker ended before it came to this"])
+    status, reason = statuses.get(target.name, ["error", failure or "the profiled process ended before this case"])
     if status == "ok" and not launches:
-        status, reason = "error", failure or "no launch inside the range was profiled"
+        status, reason = "error", failure or "no kernel launch in its NVTX range was profiled"
     duration, moved = _total(launches, "duration_us"), _total(launches, "dram_bytes")
     cost = target.spec.cost(target.case, target.mode).bytes
     return {

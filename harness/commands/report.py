@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import options, record
+from .. import record
 from ..nsight import profile_report
 from ..registry import COLLECTIONS, ROOT
 from ..reporting import (
@@ -42,24 +42,30 @@ from ..reporting import (
 from ..reporting.entries import Records
 from ..reporting.findings import Finding, findings, modes_of
 
-LEFT_OUT = "Cases excluded from the means over the best peer, by reason (a case may have several):"
+LEFT_OUT = "Cases excluded from the means over the fastest peer, by reason (a case may have several):"
 ABSENT = "Peers that support these cases but were not installed:"
 NEWER = (
-    "Peers that were not in the run of these cases, because they were added later or the run was restricted to fewer "
-    "peers:"
+    "Peers missing from the run of these cases, because they were added later or the run was restricted to fewer peers:"
 )
 BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- report:end -->)", re.DOTALL)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.add_output(parser, "every folder of reports/ that has records")
     parser.add_argument(
-        "--readme", action="store_true", help="also rewrite the marked blocks of README.md and of the kernels' READMEs"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of one GPU's report, with its records (default: every folder of reports/ that has records)",
     )
     parser.add_argument(
-        "--compact", action="store_true", help="first drop superseded and redundant data from the records"
+        "--readme", action="store_true", help="also update the generated blocks of README.md and the kernels' READMEs"
     )
-    parser.add_argument("--no-charts", action="store_true", help="pages without SVG, where matplotlib is not installed")
+    parser.add_argument(
+        "--compact", action="store_true", help="first remove superseded and redundant data from the records"
+    )
+    parser.add_argument(
+        "--no-charts", action="store_true", help="pages without charts, e.g. if matplotlib is not installed"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -68,7 +74,9 @@ def main(arguments: argparse.Namespace) -> int:
         raise FileNotFoundError("no records under reports/: run bench first")
     with_charts = not arguments.no_charts
     if with_charts and not charts.available():
-        raise ValueError("the charts need matplotlib, which is not installed; --no-charts writes the pages alone")
+        raise ValueError(
+            "the charts need matplotlib, which is not installed; --no-charts writes the pages without them"
+        )
     if arguments.compact:
         for path in (path for folder in folders for path in record.files(folder)):
             record.compact(path)
@@ -261,16 +269,18 @@ def readme_block(folder: Path) -> str:
     gpu, found = gpus(records), findings(records)
     lines = [
         "",
-        f"![Share of the roofline of {gpu} that our kernels reach]({link}/overview.svg)",
+        f"![Share of the roofline of {gpu} that the kernels reach]({link}/overview.svg)",
         "",
         *short_tables.of_kernels(found, link),
         "",
-        f"{markdown.sentence(gpu)}, PyTorch {torch}, Triton {triton}. *Included*: how many of the cases are in the "
-        "geometric mean in the next column; the range is their minimum and maximum. The best peer is the fastest of "
-        "all that ran in the same rounds. *PyTorch* is what a PyTorch user would write. A row marked fp8 has the cases "
-        "that our kernel computes in fp8, whatever precision the peers use. "
-        f"[The full report]({link}/README.md) begins with a table of how many cases are faster or slower than which "
-        "peer. It has every case with its confidence interval, peers, clocks and errors, and lists the excluded cases.",
+        f"{markdown.sentence(gpu)}, PyTorch {torch}, Triton {triton}. Speed-up: the other implementation's time "
+        "divided by the kernel's. *In the mean*: how many of the cases the geometric mean in the next column includes; "
+        "the range is their minimum and maximum. The *fastest peer* is the fastest other implementation in the same "
+        "rounds, torch.compile included. *PyTorch* is what a PyTorch user would write. A row marked fp8 has the cases "
+        "that the kernel computes in fp8, whatever precision the peers use. "
+        f"[The full report]({link}/README.md) begins with the number of cases that are faster or slower than the "
+        "fastest peer. It has every case with its confidence interval, peers, clocks and errors, and lists the "
+        "excluded cases.",
         "",
         *([said, ""] if (said := aggregates.unthrottled(found)) else []),
         *([LEFT_OUT, "", *left_out, ""] if (left_out := aggregates.captions(found)) else []),
@@ -298,7 +308,7 @@ def kernel_block(folder: Path, kernel: str) -> str:
         lines += training.image(kernel, f"{link}/")
     lines += [
         f"{markdown.sentence(gpu)}. [The report]({link}/{kernel}.md) has all implementations, confidence intervals, "
-        "clocks and errors, and explains the marks.",
+        "clocks and errors, and explains columns and marks.",
         "",
     ]
     return "\n".join(lines)

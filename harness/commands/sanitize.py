@@ -38,14 +38,14 @@ RUNS_A_PROCESS = 12
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.add_selection(parser, "the small ones, which are not benched", "all of ours")
+    options.add_selection(parser, "the small ones, which are not benched", "all but peers")
     options.add_target(parser)
     options.add_output(parser)
-    group = parser.add_argument_group("how")
-    help_line = "may be given more than once (default: memcheck and initcheck)"
+    group = parser.add_argument_group("sanitizer")
+    help_line = "tool of compute-sanitizer; may be given more than once (default: memcheck and initcheck)"
     group.add_argument("--tool", action="append", choices=sanitizer.TOOLS, help=help_line)
     group.add_argument(
-        "--jobs", type=int, metavar="N", help="processes at the same time (default: one per two cores, at most 4)"
+        "--jobs", type=int, metavar="N", help="concurrent processes (default: one per two cores, at most 4)"
     )
     group.add_argument("--worker", metavar="PART/PARTS", help=argparse.SUPPRESS)
 
@@ -135,7 +135,7 @@ def inspect(
     if code not in (0, sanitizer.FOUND):
         reasons.append(f"exit code {code}: {_last_line(output)}")
     elif code == sanitizer.FOUND and not (found.ours or found.others):
-        reasons.append("the tool counts errors that its output does not name")
+        reasons.append("the tool reported errors, but none could be parsed from its output")
     return Inspection(found.ours, found.others, reasons, sum(line.startswith("ran ") for line in output.splitlines()))
 
 
@@ -154,7 +154,7 @@ def judge(tool: str, spec: KernelSpec, inspections: Sequence[Inspection], parts:
         findings.append(finding) if why is None else alarms.append({**finding, "why": why})
     reasons = list(dict.fromkeys(reason for inspection in inspections for reason in inspection.reasons))
     if len(inspections) < parts:
-        reasons.append(f"{len(inspections)} of {parts} parts were inspected")
+        reasons.append(f"only {len(inspections)} of {parts} parts were completed")
     ran = sum(inspection.runs for inspection in inspections)
     if not ran:
         reasons.append("no case was run")

@@ -54,13 +54,13 @@ def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.add_selection(parser, "all of one GPU that fit beside each other", "all of ours")
+    options.add_selection(parser, "all one-GPU cases that fit in memory together", "all but peers")
     options.add_target(parser)
     options.add_output(parser)
-    group = parser.add_argument_group("how")
-    group.add_argument("--processes", type=int, default=12, metavar="N", help="at the same time (default: 12)")
+    group = parser.add_argument_group("load")
+    group.add_argument("--processes", type=int, default=12, metavar="N", help="concurrent processes (default: 12)")
     group.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="for all cases together, at least (default: 60)"
+        "--seconds", type=float, default=60.0, metavar="S", help="minimum time for all cases together (default: 60)"
     )
     group.add_argument("--worker", type=int, metavar="NUMBER", help=argparse.SUPPRESS)
 
@@ -75,8 +75,8 @@ def main(arguments: argparse.Namespace) -> int:
         with torch.cuda.device(where.device):
             return _work(groups(selections, arguments, where.device), arguments, where.device)
     if not groups(selections, arguments, where.device):
-        raise ValueError("nothing to repeat: no implementation of ours in that selection promises equal repeats")
-    print("once in one process, so that kernels are compiled …", flush=True)
+        raise ValueError("nothing to repeat: no selected implementation is declared deterministic (run-to-run)")
+    print("first in one process, to compile the kernels …", flush=True)
     found, failures = _together([_start(arguments, 0, seconds=0)])
     print(f"{arguments.processes} processes for {arguments.seconds:g} s …", flush=True)
     more, failed = _together([_start(arguments, number, arguments.seconds) for number in range(arguments.processes)])

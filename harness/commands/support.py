@@ -34,16 +34,14 @@ what is tested: a dtype or mode that is not listed is not supported.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit code 1 where the page is not current"
-    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if the page is out of date")
 
 
 def main(arguments: argparse.Namespace) -> int:
     page, text = registry.ROOT / PAGE, page_text([registry.load(name) for name in registry.names()])
     current = page.is_file() and page.read_text(encoding="utf-8") == text
     if not current:
-        print(f"{PAGE}: {'is not current: run `nox -s support`' if arguments.check else 'rewritten'}")
+        print(f"{PAGE}: {'is out of date: run `nox -s support`' if arguments.check else 'rewritten'}")
     if arguments.check:
         return 0 if current else 1
     page.parent.mkdir(exist_ok=True)
@@ -58,7 +56,7 @@ def page_text(specs: list[KernelSpec]) -> str:
     rows = [[f"[{spec.name}](../{_folder(spec)}/)", *cells] for spec in specs for cells in _rows(spec, targets)]
     lines = table(head, rows)
     reasons = [line for spec in specs for line in _reasons(spec, targets)]
-    return "\n".join([INTRODUCTION, *lines, "", "## Cases that are not taken", "", *(reasons or ["None."]), ""])
+    return "\n".join([INTRODUCTION, *lines, "", "## Unsupported cases", "", *(reasons or ["None."]), ""])
 
 
 def _rows(spec: KernelSpec, targets: list[tuple[int, int]]) -> Iterator[list[str]]:
@@ -92,7 +90,7 @@ def _reason(spec: KernelSpec, implementation: str, case: Case, mode: str, target
     if case.min_capability > target:
         return f"needs {_sm(case.min_capability)}"
     if (needed := spec.min_capability.get(implementation, (0, 0))) > target:
-        return f"{implementation} starts at {_sm(needed)}"
+        return f"{implementation} needs {_sm(needed)}"
     return spec.unsupported_reason(implementation, case, mode)
 
 

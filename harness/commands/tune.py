@@ -43,14 +43,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_selection(parser)
     options.add_target(parser)
     options.add_output(parser)
-    group = parser.add_argument_group("what")
+    group = parser.add_argument_group("tuning")
     group.add_argument(
-        "--function", action="append", metavar="NAME", help="only this `pick_*` function; may be repeated"
+        "--function", action="append", metavar="NAME", help="only this `pick_*` function; may be given more than once"
     )
     group.add_argument(
         "--replay",
         action="store_true",
-        help="measure nothing: enter today's configurations in the committed files, with the times there",
+        help="measure nothing: write the configurations selected now into the committed files, with the recorded times",
     )
 
 
@@ -194,7 +194,7 @@ def _unfit(bind: Callable[[int], execute.Run], expected: Sequence[torch.Tensor])
         return f"{type(error).__name__}: {execute.first_line(error)}"
     for mine, theirs in zip(result, expected, strict=True):
         if mine.numel() and not _agree(mine, theirs):
-            return "gives another result than the picked configuration"
+            return "gives a different result than the selected configuration"
     return None
 
 
@@ -219,7 +219,7 @@ def _timed(
                 break
             index, reason = failed
             if index == 0:
-                raise ValueError(f"the picked configuration itself fails: {reason}")
+                raise ValueError(f"the selected configuration itself fails: {reason}")
             reasons[index] = reason
             group.remove(index)
         found.append((medians, column))
@@ -258,9 +258,9 @@ def median_times(
 def _summary(row: Mapping[str, Any]) -> str:
     failed = sum(c["median_us"] is None for c in row["candidates"])
     verdict = judge(row, row["picked"])
-    return f"{len(row['candidates'])} candidates, {failed} unfit; " + (verdict or "the picked one is among the best")
+    return f"{len(row['candidates'])} candidates, {failed} failed; " + (verdict or "the selected one is among the best")
 
 
 def show(kernel: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints the best candidate against the picked one, a line for each case."""
-    tables.show(f"{kernel}: picked and best", choices.HEAD, [choices.cells(row) for row in rows])
+    tables.show(f"{kernel}: selected and best configuration", choices.HEAD, [choices.cells(row) for row in rows])

@@ -20,16 +20,16 @@ _SAYS = "A copy of parts/{part}, made by `nox -s vendor`: change it there."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kernel", nargs="?", metavar="KERNEL", help="the folder that gets a copy of PART")
-    parser.add_argument("part", nargs="?", metavar="PART", help="a file below parts/, e.g. launch.py or sm90/tma.cuh")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 where a copy differs")
+    parser.add_argument("kernel", nargs="?", metavar="KERNEL", help="kernel into whose folder PART is copied")
+    parser.add_argument("part", nargs="?", metavar="PART", help="file in parts/, e.g. launch.py or sm90/tma.cuh")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a copy differs")
 
 
 def main(arguments: argparse.Namespace) -> int:
     root = registry.ROOT
     if arguments.kernel:
         if not arguments.part:
-            raise ValueError("name the part as well: vendor KERNEL PART")
+            raise ValueError("PART is missing: vendor KERNEL PART")
         add(root, arguments.kernel, arguments.part)
     stale = [path for path, text in copies(root) if path.read_text(encoding="utf-8") != text]
     for path in stale:
@@ -80,7 +80,7 @@ def add(root: Path, kernel: str, part: str) -> None:
         raise ValueError(f"there is no kernel {kernel!r}")
     target = folders[0] / part
     if target.exists() and part_of(target) != part:
-        raise ValueError(f"{target.relative_to(root)} is there, and is no copy of {PARTS}/{part}")
+        raise ValueError(f"{target.relative_to(root)} exists and is not a copy of {PARTS}/{part}")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text_of(root, part), encoding="utf-8")
     print(f"{target.relative_to(root)}: copied", file=sys.stderr)

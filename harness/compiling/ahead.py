@@ -229,7 +229,7 @@ def faults(row: Row, capability: tuple[int, int]) -> list[str]:
     wrong = []
     if row["spill_bytes"] > row["spill_allowed"]:
         granted = f"{row['spill_allowed']} bytes" if row["spill_allowed"] else "none"
-        wrong.append(f"{where} spills {row['spill_bytes']} bytes per thread, SPEC.spills grants {granted}")
+        wrong.append(f"{where} spills {row['spill_bytes']} bytes per thread, SPEC.spills allows {granted}")
     if row["to_fp8"][1] > row["to_fp8"][0]:
         wrong.append(
             f"{where} converts to fp8 {row['to_fp8'][0]} times in PTX and {row['to_fp8'][1]} times in SASS: ptxas 12.8 "
@@ -248,7 +248,7 @@ def faults(row: Row, capability: tuple[int, int]) -> list[str]:
     if row["ctas_per_sm"] == 0:
         sm = occupancy.limits(capability)
         wrong.append(
-            f"{where} does not fit on an SM for want of {row['occupancy_limit']}: {row['threads']} threads, "
+            f"{where} does not fit on an SM: too little {row['occupancy_limit']}: {row['threads']} threads, "
             f"{row['registers']} registers per thread and {row['shared_bytes']} bytes of shared memory per CTA, "
             f"of which it may have {sm.shared_per_cta}"
         )

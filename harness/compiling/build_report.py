@@ -30,18 +30,18 @@ HEAD = (
 SMALL_HEAD = ("JIT kernel", "target", ">kernels", ">registers", ">spills", ">shared", ">occupancy", "MMA")
 
 INTRODUCTION = """\
-# Built ahead of time
+# Ahead-of-time compilation
 
 Every JIT kernel that the cases of a SPEC launch, compiled for each target without a GPU: `python -m harness build`.
 
 - **registers** per thread. **spills**: bytes per thread stored to or loaded from local memory, the larger of the two,
   counted over the instructions as `ptxas -v` does. The build fails on a spill that the SPEC does not declare.
-- **shared**: bytes per CTA. **occupancy**: warps that fit on an SM, of the most it holds, and the resource
-  that runs out first. It is the theoretical one; the profile has the achieved.
+- **shared**: bytes per CTA. **occupancy**: theoretical occupancy, the resident warps per SM as a share of the maximum;
+  **limit**: the resource that limits it. The profile has the achieved occupancy.
 - **MMA**: tensor-core instructions by kind (HGMMA and QGMMA are Hopper's warp-group instructions). **load**, **store**:
   the widest access to global memory in bits; TMA moves tiles.
-- **constexprs**: those that are true by name, those that are false or absent left out. **stages** is Triton's option,
-  which loops with a `num_stages` of their own override.
+- **constexprs**: true ones are shown by name only; false and absent ones are omitted. **stages** is Triton's launch
+  option, which a loop with its own `num_stages` overrides.
 """
 
 
@@ -96,18 +96,18 @@ def readme(kernels: Sequence[Built]) -> str:
         if bench:
             lines += [*markdown.table(HEAD, map(cells, bench)), ""]
         if small:
-            lines += ["Compiled for the small cases alone:", "", *markdown.table(SMALL_HEAD, small_cells(small)), ""]
+            lines += ["Compiled for the small cases only:", "", *markdown.table(SMALL_HEAD, small_cells(small)), ""]
     return "\n".join(lines)
 
 
 def show(kernel: Built) -> None:
     """Prints the same on the console: bench cases row by row, the others in one line."""
     bench = [row for row in kernel["rows"] if row["bench"]]
-    title = f"{kernel['kernel']}, built ahead of time by Triton {kernel['triton']} and ptxas {kernel['ptxas']}"
+    title = f"{kernel['kernel']}, compiled ahead of time by Triton {kernel['triton']} and ptxas {kernel['ptxas']}"
     if bench:
         tables.show(title, HEAD, [cells(row) for row in bench])
     if small := len(kernel["rows"]) - len(bench):
-        print(f"{kernel['kernel']}: {small} more kernels that only the small cases launch")
+        print(f"{kernel['kernel']}: {small} more kernels that only small cases launch")
     for reason in kernel["skipped"]:
         print(f"skipped: {reason}")
 

@@ -173,7 +173,7 @@ def gpu_of(capability: tuple[int, int]) -> roofline.Gpu:
         if board.capability == tuple(capability):
             return board
     known = sorted({"{}.{}".format(*board.capability) for board in boards})
-    raise ValueError(f"no GPU of the table has compute capability {capability}; known: {', '.join(known)}")
+    raise ValueError(f"no GPU in harness/gpus.toml has compute capability {capability}; known: {', '.join(known)}")
 
 
 def _cuda(gpu: roofline.Gpu) -> dict[str, Any]:

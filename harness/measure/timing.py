@@ -236,7 +236,7 @@ class Clock:
             if shortest < NEVER_WARM_US:
                 self._add(result, "warm", self._events(runs, data, cold=False))
             for name in self._unheld - free:
-                result.warnings[name].append("cannot be queued before it runs: the host's time may be in its times")
+                result.warnings[name].append("cannot be queued ahead of the GPU: its times may include host time")
             result.unheld = frozenset(self._unheld - free)
             self._unheld, self._apart = set(free), False  # replays can be queued while the stream is blocked
             hosts = shortest < GRAPH_HEADLINE_US or contenders[0].name in result.unheld

@@ -21,8 +21,8 @@ Profiled = dict[str, Any]
 Medians = Mapping[tuple[str, ...], float]
 
 ROW_HEAD = (
-    "case", "mode", "implementation", ">kernels", ">ncu", ">harness", ">ncu / harness", ">DRAM", ">cost",
-    ">DRAM / cost", "commit", "what went wrong",
+    "case", "mode", "implementation", ">kernels", ">ncu", ">harness", ">ncu / harness", ">DRAM", ">compulsory",
+    ">DRAM / compulsory", "commit", "error",
 )  # fmt: skip
 LAUNCH_HEAD = (
     "case", "mode", "implementation", "kernel", ">duration", ">DRAM %", ">L2 %", ">SM %", ">tensor %", ">occupancy %",
@@ -38,13 +38,14 @@ each pass.
 - **ncu** is the sum of the durations of the kernels of one call, **harness** the cold median of the record. The
   harness's time includes the gaps between kernels and the overhead of the events, so the ratio is below 1 for short
   calls.
-- **DRAM** is the traffic from and to device memory, **cost** the compulsory bytes of the SPEC. If the ratio is above 1,
-  something is moved twice; if it is below 1, outputs were still in L2 when the kernel ended, or a kernel read from L2
-  what another had written.
+- **DRAM** is the traffic from and to device memory, **compulsory** the bytes that the case must at least move (`cost`
+  of the SPEC). If the ratio is above 1, some data is moved more than once; if it is below 1, outputs were still in L2
+  when the kernel ended, or a kernel read from L2 what another had written.
 - **DRAM %**, **L2 %**, **SM %** and **tensor %** are relative to the peak rate, over the kernel's duration;
   **occupancy %** is the achieved occupancy. **spilled**: bytes through the L1 cache to and from local memory.
-  **stalls**: what resident warps waited for, as a percentage of their time.
-- A step of a model also has a table by stage; its table of kernels combines the launches of one kernel in a stage.
+  **stalls**: the main stall reasons of resident warps, as a percentage of their time.
+- A training step of a model also has a table by stage; its table of kernels combines the launches of one kernel in a
+  stage.
 """
 
 

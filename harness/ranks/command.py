@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> int:
     on_gpu = arguments.device != "cpu" and torch.cuda.is_available()
     found = torch.cuda.device_count() if on_gpu else 0
     if on_gpu and found < arguments.gpus:
-        raise ValueError(f"--gpus {arguments.gpus}: {found} found here")
+        raise ValueError(f"--gpus {arguments.gpus}: {found} GPUs found")
     if not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: set it before any is imported
     device, key = environment.target(arguments.gpu, arguments.device)
@@ -68,11 +68,11 @@ def _chosen(arguments: argparse.Namespace, on_gpu: bool) -> Iterator[options.Sel
         cases = tuple(case for case in named if case.world_size == arguments.gpus)
         if cases if arguments.case else cases or _benched(spec, arguments.gpus):
             if spec.sharding is None:
-                raise ValueError(f"{spec.name}: its SPEC has cases of several GPUs, and no `sharding` that says how")
+                raise ValueError(f"{spec.name}: its SPEC has cases for several GPUs, but no `sharding`")
             some = True
             yield options.Selection(spec, cases, selection.modes, selection.implementations)
     if not some:
-        raise ValueError(f"--gpus {arguments.gpus}: no case that is chosen takes that many")
+        raise ValueError(f"--gpus {arguments.gpus}: no selected case is for that number of GPUs")
 
 
 def bench(
@@ -119,7 +119,7 @@ def bench(
             print(f"{selection.spec.name}: {failed}\nfinished rows are kept", file=sys.stderr)
         except KeyboardInterrupt:
             _stop(path, orders, "interrupted")
-            print("\ninterrupted: finished rows are kept, --resume goes on from them", file=sys.stderr)
+            print("\ninterrupted: finished rows are kept, --resume continues", file=sys.stderr)
             raise SystemExit(130) from None
         _stop(path, orders, reason)
         if reason.startswith("failed"):
@@ -154,7 +154,7 @@ def profile(arguments: argparse.Namespace) -> int:
     """
     device, key = environment.target(arguments.gpu, arguments.device)
     if (found := torch.cuda.device_count() if device.type == "cuda" else 0) < arguments.gpus:
-        raise ValueError(f"--gpus {arguments.gpus}: {found} found here")
+        raise ValueError(f"--gpus {arguments.gpus}: {found} GPUs found")
     traces = arguments.keep or registry.ROOT / ".out" / folder(device, key, arguments.gpus) / "traces"
     failed = 0
     for selection in _chosen(arguments, on_gpu=True):
@@ -179,8 +179,8 @@ def profile(arguments: argparse.Namespace) -> int:
 def without_gpus(selections: Sequence[options.Selection], key: str, arguments: argparse.Namespace) -> int:
     """Checks correctness with gloo ranks, and prints the floor of each case. 1 if one of our own is wrong."""
     gpu = roofline.get(key)
-    checks = f"Correctness by {arguments.gpus} ranks of gloo"
-    print(f"No GPU found: nothing is timed. {checks}, and floors for {gpu.title}.")
+    checks = f"Correctness checks with {arguments.gpus} gloo ranks on the CPU"
+    print(f"No GPU found: nothing is timed. {checks}, and roofline bounds for {gpu.title}.")
     wrong = 0
     for selection in (s for s in selections if s.cases):
         try:
@@ -192,7 +192,9 @@ def without_gpus(selections: Sequence[options.Selection], key: str, arguments: a
         tables.show("check", CHECK_HEAD, [(selection.spec.name, *row) for row in found])
         wrong += sum(row[2] in selection.spec.implementations and row[3] not in ("ok", "skipped") for row in found)
     floors = [options.Selection(s.spec, _benched(s.spec, arguments.gpus), s.modes, ()) for s in selections]
-    tables.show(f"the least time on {arguments.gpus} × {gpu.title}", plan.FLOORS_HEAD, plan.floors(floors, gpu))
+    tables.show(
+        f"roofline bounds of {arguments.gpus} × {gpu.title} (datasheet)", plan.FLOORS_HEAD, plan.floors(floors, gpu)
+    )
     return 1 if wrong else 0
 
 

@@ -85,7 +85,7 @@ class Group:
 
     def free(self) -> None:
         """Releases the memory of the prepared contenders, once nothing refers to it."""
-        self._step("giving memory back")
+        self._step("releasing memory")
         self.sharding.release()
         gc.collect()
         if self.on_gpu:
@@ -103,7 +103,7 @@ class Group:
                 raise execute.Unavailable(reason)
             baseline = next((b for b in self.spec.baselines if b.name == name), None)
             if baseline is not None and not isinstance(baseline, Peer):
-                raise execute.Unavailable("is made from the reference, which is of one process")
+                raise execute.Unavailable("runs the reference, which is for one process")
             ours = name in self.spec.implementations
             if ours and (reason := self.spec.skip_reason(name, self.case, self.mode)):
                 raise execute.Unavailable(reason)
@@ -147,7 +147,7 @@ class Group:
     def _alone(self) -> list[Contender]:
         """Our one-GPU implementation on the first rank; on the others a contender that does nothing."""
         if not self.sharding.alone:
-            self.unmeasured[ALONE] = "there is no implementation of one GPU"
+            self.unmeasured[ALONE] = "there is no one-GPU implementation"
             return []
         if reason := self.sharding.alone_reason(self.case, self.mode):
             self.unmeasured[ALONE] = reason
@@ -255,7 +255,7 @@ class Group:
         """The exposed transfer time: the difference to the variant without transfers, paired by round."""
         local = samples.slowest.get(name + LOCAL)
         if local is None:
-            reason = self.unmeasured.get(name + LOCAL, "there is no version of it without transfers")
+            reason = self.unmeasured.get(name + LOCAL, "it has no version without transfers")
             return {"exposed_us": None, "exposed_reason": reason}
         return {
             "exposed_us": differences(mine, local, samples.looks),

@@ -119,7 +119,7 @@ def _process(scratch: str, device: str, timeout: float, work: Callable[..., Any]
     beat = Heartbeat(Path(scratch), rank)
     with beat.named_if_it_raises():
         chosen = torch.device(device, rank) if device == "cuda" else torch.device(device)
-        beat.step("making the process group")
+        beat.step("creating the process group")
         # The watchdog must expire first, since it names the step. NCCL and gloo would only name a collective.
         patience = timedelta(seconds=max(60.0, 4 * timeout))
         if device == "cuda":
@@ -178,7 +178,7 @@ class Watch:
                     os.kill(beat.pid, heartbeat.STACK_SIGNAL)
         time.sleep(STACK_SECONDS)
         last = heartbeat.behind(self._folder, beats)[0]
-        said = f"no rank has come further for {patience:g} s; rank {last.rank} holds up the others, in the step: "
+        said = f"no rank has made progress for {patience:g} s; rank {last.rank} blocks the others, in the step: "
         self._found = f"{said}{last.doing}\n{self._report(beats)}"
         _kill(_children(self._before))
 

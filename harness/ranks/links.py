@@ -76,7 +76,7 @@ def _peer_reads(me: Rank, most: int) -> dict[str, Callable[[int], Transfer | Non
     """Copies from the memory of the previous rank, which torch's symmetric memory maps into this process."""
     near = (me.rank - 1) % me.size
     if not all(gathered(torch.cuda.can_device_access_peer(me.rank, near), me)):
-        raise Unreachable("a GPU cannot read another's memory")
+        raise Unreachable("peer access between the GPUs is not available")
     trouble, mapped = None, None
     try:
         mapped = _Mapped(me.device, near, most)

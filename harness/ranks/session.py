@@ -71,7 +71,7 @@ class Session:
 
     def _calibrate(self) -> None:
         me = self.me
-        me.beat.step("measuring the ceilings of this GPU")
+        me.beat.step("measuring the peak rates of this GPU")
         here = calibrate.measure(me.device)
         of_all = gathered(here, me)
         # A collective operation cannot be faster than the slowest of the cards.

@@ -1,4 +1,4 @@
-"""The number of cases in which ours is faster or slower than the fastest peer, and which peers those are."""
+"""The number of cases in which this kernel is faster or slower than the fastest peer, and which peers those are."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from .findings import Finding, Speedup
 
 TITLE = "Faster or slower than the fastest peer"
 TEXT = (
-    "Each case compares what our function runs by default with the run's fastest peer. *Faster* and *slower* count "
-    "the cases in which the 95 % confidence interval of the speed-up lies wholly above or below 1, *equal* those in "
-    "which it contains 1, *undecided* those in which a peer failed or was left out of the run, or none was measured. "
-    "Throttled cases count here, although the means leave them out. Below 1× the peer is faster. docs/PEERS.md "
-    "describes each peer."
+    "A *peer* is another implementation of the same operation; docs/PEERS.md describes each. Each case compares what "
+    "this repository's function runs by default with the fastest peer of the same run. The *speed-up* is the peer's "
+    "time divided by the function's: below 1× the peer is faster. *Faster* and *slower* count the cases in which its "
+    "95 % confidence interval lies entirely above or below 1, *equal* those in which it contains 1. *Undecided* are "
+    "cases in which a peer failed or was left out of the run, or no peer was measured. Cases in which the GPU "
+    "throttled are counted here, but are excluded from the means."
 )
 HEAD = (
     "kernel", "mode", ">cases", ">faster", ">equal", ">slower", ">undecided",
-    "the fastest peer, in how many cases, and our speed-up over it",
+    "fastest peers: number of cases, and speed-up over the peer in them",
 )  # fmt: skip
 
 

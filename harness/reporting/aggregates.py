@@ -18,12 +18,12 @@ from .entries import Row
 from .findings import Finding, Speedup, geometric_mean, is_pytorch
 
 FP8 = "fp8"
-NOT_MEASURED, NO_LIBRARY, NO_PEER = "ours was not measured", "no library supports it", "no peer was measured"
+NOT_MEASURED, NO_LIBRARY, NO_PEER = "this kernel was not measured", "no library supports it", "no peer was measured"
 OVER_COMPILE = "torch.compile is the fastest peer, and no library but PyTorch supports it"
 #: part of the reason in a peer's row if it is not installed (`execute.load`)
 ABSENT = "is not installed"
 MANY_GROUPS = 2  # up to which a caption names each
-LEFT_OUT_HEAD = ("kernel", "mode", "excluded from the mean over the best peer because", ">cases", "which")
+LEFT_OUT_HEAD = ("kernel", "mode", "reason for exclusion from the mean over the fastest peer", ">number", "cases")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def unthrottled(found: Sequence[Finding]) -> str | None:
     """The number of cases by kernel that are included with the ratio over their unthrottled rounds, or None."""
     counts = [(group.name, len(group.over_best_peer().unthrottled)) for group in groups(found)]
     said = ", ".join(f"{count} of {name}" for name, count in counts if count)
-    return f"Included with the ratio over their unthrottled rounds only: {said}." if said else None
+    return f"In the means with the speed-up over their unthrottled rounds only: {said}." if said else None
 
 
 def absent(found: Sequence[Finding]) -> list[str]:

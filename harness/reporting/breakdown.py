@@ -13,16 +13,16 @@ from .entries import Row
 from .findings import Finding
 
 STAGES_TEXT = (
-    "Each stage is timed separately, forward and backward together, over all layers in one CUDA graph. *Whole* is the "
-    "time of the whole call in a CUDA graph, as in the tables above; *rest* is *whole* minus the sum of the stages. It "
-    "is negative if the stages take longer when they run separately."
+    "Each stage is timed separately, forward and backward together, over all layers in one CUDA graph. *Total* is the "
+    "time of the whole call in a CUDA graph, as in the tables above; *rest* is *total* minus the sum of the stages. "
+    "*Rest* is negative if the stages take longer when they run separately."
 )
 ABLATION_TEXT = (
-    "One row for each peer, for each variant of ours with one part replaced, and for ours. *Over ours* is the time of "
-    "the row divided by the time of ours in the same rounds, in the headline column: how much the replaced part speeds "
-    "up the call."
+    "One row for each peer, for each variant of this implementation with one part replaced, and, last, for the "
+    "complete implementation (*ours*). *Relative time* is the time of the row divided by that of the complete "
+    "implementation in the same rounds, that is, how much faster the complete implementation is."
 )
-ABLATION_HEAD = ("what runs", "implementation", ">launched one by one", ">in one CUDA graph", ">over ours")
+ABLATION_HEAD = ("variant", "implementation", ">separate launches", ">one CUDA graph", ">relative time")
 
 
 def stages(found: Sequence[Finding]) -> list[str]:
@@ -31,7 +31,7 @@ def stages(found: Sequence[Finding]) -> list[str]:
     if not rows:
         return []
     names = list(dict.fromkeys(name for _, row in rows for name in row["stages_us"]))
-    head = ("case", "implementation", *(f">{name}" for name in names), ">rest", ">whole")
+    head = ("case", "implementation", *(f">{name}" for name in names), ">rest", ">total")
     return ["## Time by stage", "", STAGES_TEXT, "", *md.table(head, [_stages(f, row, names) for f, row in rows]), ""]
 
 

@@ -131,7 +131,7 @@ def peers(findings: Sequence[Finding], mode: str, gpu: str) -> Figure:
         _lines(axes, shown)
         _points(axes, shown, looks(findings))
         _margin(axes, shown)
-        axes.set_xlabel("% of the measured roofline: bandwidth of memory or links, or GEMM rate")
+        axes.set_xlabel("% of the measured roofline (bandwidth of memory or links, or GEMM rate)")
         title = f"{findings[0].kernel} {mode} on {gpu}"
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
         _legend(figure, shown, looks(findings))
@@ -200,11 +200,11 @@ def _margin(axes: Axes, shown: Sequence[Finding]) -> None:
         axes.annotate(text, (1, line), (points, 0), **{"fontsize": 8.5, "annotation_clip": False, **place, **look})
 
     faint = {"color": MUTED, "fontsize": 8}
-    write(-0.9, 46, "ours", ha="right", **faint)
-    write(-0.9, 53, "over the best peer", **faint)
+    write(-0.9, 46, "time", ha="right", **faint)
+    write(-0.9, 53, "speed-up over the fastest peer", **faint)
     for at, finding in enumerate(shown):
         if finding.best is None:
-            write(at, 10, "ours not measured", **faint)
+            write(at, 10, "not measured", **faint)
             continue
         write(at, 46, microseconds(finding.best.seconds(finding.column)), ha="right")
         if speedup := finding.over_best_peer:
@@ -220,7 +220,7 @@ def _legend(figure: Figure, shown: Sequence[Finding], looks: dict[str, Look]) ->
     drawn = [name for name in looks if any(name in finding.shares() for finding in shown)]
     handles: list[Any] = []
     for name in drawn:
-        kind = " (ours)" if rows[name].ours else " (yardstick)" if rows[name].yardstick else ""
+        kind = " (this kernel)" if rows[name].ours else " (yardstick)" if rows[name].yardstick else ""
         handles.append(Line2D([], [], label=name + kind, **_marker(looks[name])))
     handles.append(Line2D([], [], color=MEASURED_LINE, lw=1.4, label="measured ceiling"))
     columns = math.ceil(len(handles) / math.ceil(len(handles) / 7))

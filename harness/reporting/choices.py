@@ -8,7 +8,9 @@ from typing import Any
 from . import markdown as md
 
 SCHEMA = 2  # of a tune file
-HEAD = ("mode", "case", ">candidates", ">picked", ">best", ">slower by", "picked configuration", "best configuration")
+HEAD = (
+    "mode", "case", ">candidates", ">selected", ">best", ">slower by", "selected configuration", "best configuration",
+)  # fmt: skip
 
 
 def cells(row: Mapping[str, Any]) -> list[object]:
@@ -30,9 +32,9 @@ def cells(row: Mapping[str, Any]) -> list[object]:
 def section(document: Mapping[str, Any]) -> list[str]:
     """A table for each `pick_*` function of a kernel's tune file."""
     lines = [
-        "`tune` runs each case with every candidate configuration. The table compares the configuration that the "
-        "kernel picks with the fastest one. Candidates that do not compile, do not run or give a different result are "
-        "not counted.",
+        "`tune` times each case with every candidate configuration. The table compares the configuration that the "
+        "kernel selects (*selected*) with the fastest candidate (*best*). Candidates that do not compile, do not run "
+        "or give a different result are not counted.",
         "",
     ]
     rows = document["rows"]

@@ -17,8 +17,8 @@ MEMORY_HEAD = ("case", "mode", *memory_table.HEAD)
 
 def times_head(against: str | None) -> tuple[str, ...]:
     """The headings of `times`."""
-    figures = (">median", ">95 % CI", ">mean", ">std", ">min", ">max", ">p95", ">p99", ">n")
-    speedup = (f">over {against}",) if against else ()
+    figures = (">median", ">95 % CI", ">mean", ">std", ">min", ">max", ">p95", ">p99", ">samples")
+    speedup = (f">speed-up over {against}",) if against else ()
     return ("case", "mode", "implementation", *figures, *speedup, ">throughput", "note")
 
 
@@ -70,7 +70,7 @@ def titles(title: str, rows: Sequence[Data]) -> tuple[str, str]:
     """The titles of the tables of times and of memory. Wall-clock times are named as such."""
     wall = any(row.get("timer") == "wall" for row in rows)
     of_times = f"{title}: wall-clock time on the CPU, µs" if wall else f"{title}: device time, µs"
-    of_memory = "memory of the process beyond the inputs" if wall else "memory beyond the inputs"
+    of_memory = "memory of the process in addition to the inputs" if wall else "memory in addition to the inputs"
     return of_times, f"{title}: {of_memory}"
 
 

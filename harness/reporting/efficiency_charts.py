@@ -37,7 +37,7 @@ def efficiency(found: Sequence[Finding], mode: str, gpu: str) -> Figure:
             axes.set_visible(False)
         handles = [
             Line2D([], [], color=look[name].colour, marker=look[name].mark, ms=look[name].size,
-                   label=name + (" (ours)" if rows_of[name].ours else ""))
+                   label=name + (" (this kernel)" if rows_of[name].ours else ""))
             for name in drawn
         ]  # fmt: skip
         title = f"{found[0].kernel} {mode} on {gpu}: efficiency, T₁ / (N · Tₙ)"
@@ -56,6 +56,6 @@ def _panel(axes: Axes, name: str, of: dict[str, list[tuple[int, float]]], look: 
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}".replace(",", "\u202f") for length in lengths], rotation=30, ha="right")
     axes.set_ylim(bottom=0)
-    axes.set(title=name, xlabel="length", ylabel="% of N GPUs")
+    axes.set(title=name, xlabel="length", ylabel="efficiency, %")
     axes.minorticks_off()
     axes.grid(color=GRID, lw=0.8)

@@ -106,7 +106,7 @@ class Finding:
 
     @property
     def datasheet(self) -> Ceilings | None:
-        return Ceilings.from_record(self.run.ceilings.get("datasheet"), "data sheet")
+        return Ceilings.from_record(self.run.ceilings.get("datasheet"), "datasheet")
 
     @property
     def cost(self) -> Cost:

@@ -29,7 +29,7 @@ class Flag:
 THROTTLED = Flag(
     "‡",
     "the GPU throttled",
-    "The GPU throttled during some of the samples; the page of its mode gives their number and the reason.",
+    "The GPU throttled during some of the samples; the page of the mode gives their number and the reason.",
 )
 ALL_THROTTLED = Flag(
     "‡‡",
@@ -40,44 +40,44 @@ _OVER = "above 100 % of the measured roofline"
 OVER_BY_L2 = Flag(
     "†",
     _OVER,
-    "Above 100 %, but not an error: in this column L2 can serve part of the compulsory bytes without DRAM traffic "
-    "(`harness/roofline.py` has the rule).",
+    "Above 100 %, but not an error: with a warm L2 or in a CUDA graph, L2 can serve part of the compulsory bytes "
+    "without DRAM traffic (`harness/roofline.py` has the rule).",
 )
 OVER_BY_CLOCK = Flag(
     "††",
     _OVER,
-    "Above 100 %, but not an error: the kernel is compute-bound and ran at a higher clock than the matrix product that "
-    "measured the ceiling, which was limited by power.",
+    "Above 100 %, but not an error: the kernel is compute-bound and ran at a higher clock than the GEMM that measured "
+    "the peak rate, which was power-limited.",
 )
 OVER_BY_NOISE = Flag(
     "†††",
     _OVER,
-    "Above 100 %, but not an error: the measured bandwidth is a median, and this row is within its noise.",
+    "Above 100 %, but not an error: the measured peak bandwidth is a median, and this row is within its noise.",
 )
 OVER = (OVER_BY_L2, OVER_BY_CLOCK, OVER_BY_NOISE)
 WIDE_INTERVAL = Flag(
     "≈",
     f"a confidence interval wider than {100 * WIDE:.0f} %",
-    "Unsteady: the 95 % confidence interval of the time, or of its ratio to the best peer, is wider than "
+    "Noisy: the 95 % confidence interval of the time, or of the speed-up over the fastest peer, is wider than "
     f"{100 * WIDE:.0f} %.",
 )
-WARNED = Flag("§", "a warning by the harness", "The harness warns about this row; see the page of its mode.")
+WARNED = Flag("§", "a warning by the harness", "The harness warns about this row; see the page of the mode.")
 FAILED = Flag(
     "¶",
     "a peer failed",
-    "A peer that supports this case failed in it, so the best of the others may not be the fastest; the page of its "
-    "mode names the peer and the reason.",
+    "A peer that supports this case failed, so the peer shown may not be the fastest; the page of the mode names the "
+    "failed peer and the reason.",
 )
 ABSENT = Flag(
     "◊",
     "a peer was not in the run",
-    "A peer that is declared for this kernel was not in the run that measured this case: it was left out, or declared "
-    "later. So the best of the others may not be the fastest.",
+    "The run that measured this case lacked one of this kernel's present peers: it was left out of the run, or was "
+    "added later. So the peer shown may not be the fastest.",
 )
 OTHER_RUN = Flag(
     "◦",
     "measured in another run",
-    "Measured in another run than ours: no ratio compares the two.",
+    "Measured in a different run than this kernel, so no speed-up is given.",
 )
 
 

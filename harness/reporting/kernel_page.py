@@ -13,16 +13,16 @@ from .entries import Records, Row
 from .findings import Finding, cost_of, is_reference, modes_of
 
 RESULT_HEAD = (
-    "implementation", ">median", ">95 % CI", ">speed-up of ours", ">throughput", ">% of measured roofline",
-    ">% of data sheet's", ">items", ">peak memory", ">max error", ">RMS error",
+    "implementation", ">median", ">95 % CI", ">this kernel's speed-up", ">throughput", ">% of measured roofline",
+    ">% of datasheet roofline", ">items/s", ">peak memory", ">max error", ">RMS error",
 )  # fmt: skip
 
 COLUMN_HEAD = (
-    "implementation", "column", ">median", ">95 % CI", ">mean", ">std", ">min", ">max", ">p95", ">p99", ">outliers",
-    ">n", "stop",
+    "implementation", "timing", ">median", ">95 % CI", ">mean", ">std", ">min", ">max", ">p95", ">p99", ">outliers",
+    ">samples", "stop reason",
 )  # fmt: skip
 
-CLOCK_HEAD = ("implementation", ">SM clock", ">temperature", ">power", "throttled", "sustained", "A/A", "timer")
+CLOCK_HEAD = ("implementation", ">SM clock", ">temperature", ">power", "throttled", "sustained", "A/A ratio", "timer")
 
 PROFILE_HEAD = (
     "implementation", "kernel", ">time µs", ">DRAM", ">DRAM %", ">L2 %", ">SM %", ">tensor %", ">occupancy %",
@@ -31,8 +31,22 @@ PROFILE_HEAD = (
 
 
 CHART_TEXT = (
-    "One line per case, one point per implementation; the tables give the reason if an implementation was not "
-    "measured. *(graph)* or *(warm)* after a case names its column, if that is not the cold one."
+    "One line per case, one marker per implementation; the tables give the reason if an implementation was not "
+    "measured. *(graph)* or *(warm)* after a case: timed in a CUDA graph or with a warm L2 instead of a cold one."
+)
+
+MODE_TEXT = (
+    "- **Bold** implementations are this kernel's versions, the others its peers. The reported *timing* of a case is "
+    "cold (L2 flushed before each call), warm, or in a CUDA graph.",
+    "- **Compulsory** work: each input read once, each output written once, the useful FLOPs. **Floor**: the "
+    "roofline's lower bound on the time for this work, at peak rates measured on this GPU and at those of the "
+    "datasheet; **% of roofline**: the floor divided by the median.",
+    "- **This kernel's speed-up**: the time of the row divided by that of this kernel's default version, per round.",
+    "- **Items/s** counts the kernel's unit, such as elements or tokens.",
+    "- **Errors** are relative to the fp64 oracle; after the slash, the error of PyTorch eager in the same dtype.",
+    memory_table.TEXT,
+    "- **Sustained**: median of back-to-back calls over the given time. **A/A ratio**: this kernel's time relative to "
+    "itself, timed as two implementations.",
 )
 
 
@@ -50,7 +64,7 @@ def page(
     """<kernel>.md. `profile` and `tuned` are the contents of these files, if there are any; `trend` and `trained` say
     whether there is a page of times over the history, and one of a training."""
     modes = modes_of(found)
-    links = " · ".join(f"[{mode}: every implementation]({pages.stem(kernel, mode)}.md)" for mode in modes)
+    links = " · ".join(f"[{mode}: all implementations]({pages.stem(kernel, mode)}.md)" for mode in modes)
     lines = [f"# {kernel} on {gpu}", "", pages.GENERATED, "", f"[All kernels](README.md) · {links}", ""]
     if trend:
         lines[-2] += f" · [over time]({kernel}-trend.md)"
@@ -58,7 +72,7 @@ def page(
         lines[-2] += f" · [training]({training.stem(kernel)}.md)"
     if charts:
         lines += _charts(kernel, gpu, found)
-    lines += ["## Summary", "", *pages.summary(found), ""]
+    lines += ["## Summary", "", *pages.SUMMARY, "", *pages.summary(found), ""]
     lines += breakdown.stages(found) + breakdown.ablation(found)
     if trained and charts:
         lines += ["## Training", "", *training.image(kernel)]
@@ -81,12 +95,13 @@ def _charts(kernel: str, gpu: str, found: Sequence[Finding]) -> list[str]:
 
 
 def mode_page(kernel: str, mode: str, gpu: str, found: Sequence[Finding], charts: bool) -> list[str]:
-    """<kernel>-<mode>.md: every implementation of every case, in every column. `found` has the kernel's findings."""
+    """<kernel>-<mode>.md: every implementation of every case, with every timing. `found` has the kernel's findings."""
     links = [f"[{kernel}]({kernel}.md)", "[All kernels](README.md)"]
     links += [f"[{other}]({pages.stem(kernel, other)}.md)" for other in modes_of(found) if other != mode]
     lines = [f"# {kernel} {mode} on {gpu}", "", pages.GENERATED, "", " · ".join(links), ""]
     if charts and (image := pages.chart(kernel, found, mode, gpu)):
         lines += [*image, CHART_TEXT, ""]
+    lines += [*MODE_TEXT, ""]
     for finding in (f for f in found if f.mode == mode):
         lines += [*case(finding), ""]
     return lines
@@ -98,7 +113,7 @@ def case(finding: Finding) -> list[str]:
     settings = [f"{k} = {v}" for k, v in {**first.get("dims", {}), **first.get("params", {})}.items()]
     lines = [f"## {finding.case}", "", f"{', '.join([first.get('dtype', ''), *settings])}. {_work(finding)}", ""]
     for name, share in finding.of_yardsticks():
-        lines += [f"Ours reaches {md.percent(100 * share)} of the rate of **{name}** in the same rounds.", ""]
+        lines += [f"This kernel reaches {md.percent(100 * share)} of the rate of **{name}** in the same rounds.", ""]
     notes: set[str] = set()
     measured = [row for row in finding.rows if row.ok]
     if measured:
@@ -113,10 +128,10 @@ def case(finding: Finding) -> list[str]:
         lines += ["", *said]
     warnings = [f"- {row.implementation}: {text}" for row in finding.rows for text in row.get("warnings", [])]
     if warnings:
-        lines += ["", "The harness warns:", "", *warnings]
+        lines += ["", "Warnings by the harness:", "", *warnings]
     lines += memory_table.section([row.data for row in measured])
     if measured:
-        lines += ["", *md.details("all columns, clocks and noise", _everything(measured))]
+        lines += ["", *md.details("all timings, clocks and noise", _everything(measured))]
     return lines
 
 
@@ -127,13 +142,13 @@ def _work(finding: Finding) -> str:
     work += [f"{md.prefixed(flops, 'FLOP')} ({pipe})" for pipe, flops in cost.by_pipe.items()]
     intensity = f"{md.figures(finding.intensity)} FLOP per byte"
     floors = []
-    for name, ceilings in (("measured ceilings", finding.measured), ("data sheet", finding.datasheet)):
+    for name, ceilings in (("measured peak rates", finding.measured), ("datasheet", finding.datasheet)):
         if ceilings:
             floor = roofline.floor_seconds(finding.cost, ceilings)
-            floors.append(f"{roofline.microseconds(floor.seconds)} by the {name}")
+            floors.append(f"{roofline.microseconds(floor.seconds)} ({name})")
     return (
         f"Compulsory: {', '.join(work[:-1])} and {work[-1]}, {intensity}; "
-        f"bound by {finding.limit}; floor {', '.join(floors) or 'unknown'}. Headline: {finding.column}."
+        f"bound by {finding.limit}; floor {', '.join(floors) or 'unknown'}. Reported timing: {finding.column}."
     )
 
 
@@ -151,7 +166,7 @@ def _result(finding: Finding, row: Row, notes: set[str]) -> list[object]:
     seconds = finding.seconds(row)
     column = row.column(finding.column)
     if seconds is None or column is None:
-        return [name, f"no {finding.column} column", *[None] * 9]
+        return [name, f"no {finding.column} timing", *[None] * 9]
     error = row.get("error", {})
     faster = next((s for s in finding.speedups if s.peer == row.implementation), None)
     return [
@@ -179,7 +194,7 @@ def _error(error: Mapping[str, Any], which: str) -> str | None:
 
 def _everything(rows: Sequence[Row]) -> list[str]:
     columns = [_column(row, name, data) for row in rows for name, data in row.get("columns", {}).items()]
-    lines = ["Times in µs. Errors above are relative to the fp64 oracle; after the slash, the error of eager.", ""]
+    lines = ["Times in µs; the reported timing is in bold.", ""]
     lines += md.table(COLUMN_HEAD, columns)
     alike: dict[tuple[object, ...], list[str]] = {}
     for row in rows:  # rows that were timed interleaved have the same clocks
@@ -231,9 +246,8 @@ def profiled(profile: Mapping[str, Any]) -> list[str]:
     commits = dict.fromkeys(str(e["commit"])[:12] for e in profile.get("environments") or () if e.get("commit"))
     at = f", at commit {', '.join(f'`{commit}`' for commit in commits)}" if commits else ""
     lines = [
-        f"Nsight Compute, in a separate profiling run{at}. *Bytes* is the DRAM traffic divided by the compulsory bytes "
-        "of `cost`, *time* is Nsight's duration divided by the harness's median, which is of the newest record, and of "
-        "other code where the kernel has changed since.",
+        f"Nsight Compute (ncu), in a separate profiling run{at}. *Compulsory* are the bytes that the case must move at "
+        "least. *Harness* is the cold median of the newest record, which may be of newer code than the profile.",
         "",
     ]
     head = (
@@ -242,10 +256,10 @@ def profiled(profile: Mapping[str, Any]) -> list[str]:
         "implementation",
         ">DRAM",
         ">compulsory",
-        ">bytes",
-        ">Nsight",
+        ">DRAM / compulsory",
+        ">ncu",
         ">harness",
-        ">time",
+        ">ncu / harness",
         "status",
     )
     table = []

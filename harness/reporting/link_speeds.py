@@ -11,18 +11,20 @@ from .entries import Row
 from .findings import Finding, cost_of
 
 HEAD = (
-    "case", "mode", "implementation", ">bytes sent", ">uncompressed", ">without transfers", ">pays below",
-    "at the uncompressed exchange's speed", ">measured speed-up over uncompressed",
+    "case", "mode", "implementation", ">bytes sent", ">bytes uncompressed", ">kernels alone", ">break-even link speed",
+    "speed of the uncompressed exchange", ">measured speed-up over uncompressed",
 )  # fmt: skip
 
+TITLE = "## Link speeds at which compression pays off"
+
 TEXT = (
-    "*Bytes sent* are the bytes that one GPU sends, *uncompressed* the bytes of the uncompressed exchange named in the "
-    "last column. *Without transfers* is the time with transfers replaced by local copies, that is, the time of the "
-    "kernels. *Pays below* is the break-even link speed, each way: (bytes saved) / (time without transfers). On a "
-    "faster link the kernels cost more time than the saved bytes. This assumes that transfers do not overlap with "
-    "kernels and take time proportional to their bytes; for large messages the true break-even speed is therefore at "
-    "least this high. The next column compares it with the speed that the uncompressed exchange reached in the same "
-    "rounds; the last column is the measured result on these links."
+    "*Bytes sent* are the bytes that one GPU sends, *bytes uncompressed* those of the uncompressed exchange that the "
+    "last column names. *Kernels alone* is the time with transfers replaced by local copies. The *break-even link "
+    "speed* per direction is (bytes saved) / (time of the kernels alone): on a faster link the kernels take longer "
+    "than the saved transfers. This assumes that transfers do not overlap with kernels and take time proportional to "
+    "their bytes; for large messages the true break-even speed is therefore at least this high. The next column gives "
+    "the speed that the uncompressed exchange reached in the same rounds, and whether compression pays off at it. The "
+    "last column is the measured result on these links."
 )
 
 
@@ -31,7 +33,7 @@ def section(found: Sequence[Finding]) -> list[str]:
     rows = [(f, row) for f in found for row in f.rows if row.ok and _plain(row) and _local_us(row)]
     if not rows:
         return []
-    return ["## Link speeds at which it pays", "", TEXT, "", *md.table(HEAD, [_cells(*pair) for pair in rows]), ""]
+    return [TITLE, "", TEXT, "", *md.table(HEAD, [_cells(*pair) for pair in rows]), ""]
 
 
 def break_even(row: Row) -> float:
@@ -69,6 +71,6 @@ def _cells(finding: Finding, row: Row) -> list[object]:
         md.size(plain["link_bytes"]),
         roofline.microseconds(1e-6 * _local_us(row)),
         f"{1e-9 * speed:.0f} GB/s" if speed else "none",
-        f"{'pays' if speed > link else 'does not pay by this bound'}, {1e-9 * link:.0f} GB/s" if link else None,
+        f"{1e-9 * link:.0f} GB/s: {'pays off' if speed > link else 'does not pay off by this bound'}" if link else None,
         over,
     ]

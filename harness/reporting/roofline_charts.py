@@ -35,7 +35,7 @@ def roofline(findings: Sequence[Finding], gpu: str) -> Figure:
 
 
 def _landscape(axes: Axes, shown: Sequence[Finding]) -> None:
-    """Draws the roofs, measured and from the data sheet, and a point for each case: ours and its best peer."""
+    """Draws the roofs, measured and from the datasheet, and a point for each case: ours and its best peer."""
     measured, datasheet = shown[0].measured, shown[0].datasheet
     assert measured is not None
     pipes = [pipe for pipe in dict.fromkeys(f.cost.main_pipe for f in shown) if pipe in measured.flops]
@@ -65,7 +65,7 @@ def _landscape(axes: Axes, shown: Sequence[Finding]) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axes.minorticks_off()
-    axes.set_title(f"measured memory roof: {measured.bandwidth / 1e9:.0f} GB/s")
+    axes.set_title(f"measured memory bandwidth: {measured.bandwidth / 1e9:.0f} GB/s")
     axes.grid(color=GRID, lw=0.8)
 
 
@@ -98,13 +98,13 @@ def _key(axes: Axes, shown: Sequence[Finding], with_datasheet: bool) -> None:
     from matplotlib.lines import Line2D
 
     handles: list[Any] = [
-        Line2D([], [], ls="", marker=MARKS.get(mode, "o"), ms=7, mfc=BLUE, mec="white", label=f"{mode}, ours")
+        Line2D([], [], ls="", marker=MARKS.get(mode, "o"), ms=7, mfc=BLUE, mec="white", label=f"{mode}, this kernel")
         for mode in dict.fromkeys(f.mode for f in shown)
     ]
-    handles.append(Line2D([], [], ls="", marker="o", ms=6, mfc="white", mec=MUTED, label="best peer"))
+    handles.append(Line2D([], [], ls="", marker="o", ms=6, mfc="white", mec=MUTED, label="fastest peer"))
     handles.append(Line2D([], [], color=MEASURED_LINE, lw=1.4, label="measured ceiling"))
     if with_datasheet:
-        handles.append(Line2D([], [], color=DATASHEET_LINE, lw=1.4, ls=(0, (4, 2)), label="data sheet"))
+        handles.append(Line2D([], [], color=DATASHEET_LINE, lw=1.4, ls=(0, (4, 2)), label="datasheet"))
     axes.legend(handles=handles, loc="upper left", handletextpad=0.3)  # no point can lie above the roof
 
 
@@ -123,9 +123,9 @@ def overview(findings: Sequence[Finding], gpu: str) -> Figure:
         axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
         axes.set_ylim(len(lanes) - 0.4, -0.6)
         axes.set_xlim(0, max(top, 100) + 4)
-        axes.set_xlabel("% of the measured roofline: bandwidth of memory or links, or GEMM rate; one point per case")
+        axes.set_xlabel("% of the measured roofline (bandwidth of memory or links, or GEMM rate); one point per case")
         axes.set_title(
-            "mean speed-up over the best peer (see Means); grey: over torch.compile only",
+            "mean speed-up over the fastest peer (see Means); grey: over torch.compile only",
             loc="right",
             fontsize=8.5,
             fontweight="normal",
@@ -134,8 +134,8 @@ def overview(findings: Sequence[Finding], gpu: str) -> Figure:
         axes.grid(axis="x", color=GRID, lw=0.8)
         axes.spines["left"].set_visible(False)
         handles = [
-            Line2D([], [], ls="", marker="o", ms=7.5, mfc=BLUE, mec="white", label="ours"),
-            Line2D([], [], ls="", marker="o", ms=6, mfc="white", mec=MUTED, mew=1.2, label="best peer of the same run"),
+            Line2D([], [], ls="", marker="o", ms=7.5, mfc=BLUE, mec="white", label="this kernel"),
+            Line2D([], [], ls="", marker="o", ms=6, mfc="white", mec=MUTED, mew=1.2, label="fastest peer in the run"),
             Line2D([], [], color=MEASURED_LINE, lw=1.4, label="measured ceiling"),
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=3, handletextpad=0.4)

@@ -11,24 +11,25 @@ from .entries import Row
 from .findings import Finding, cost_of, modes_of
 
 HEAD = (
-    "case", "mode", "implementation", ">time", ">per GPU", ">T₁", ">efficiency", ">transfers not hidden",
+    "case", "mode", "implementation", ">time", ">throughput per GPU", ">T₁", ">efficiency", ">exposed transfers",
     ">peak memory", ">outside the allocator", ">ranks",
 )  # fmt: skip
 
 TEXT = (
-    "*Time* is that of the slowest rank in each round, *per GPU* the throughput of one GPU in that time. *Efficiency* "
-    "is T₁ / (N · Tₙ): T₁ is the time of our one-GPU kernel on the whole problem, measured in the same rounds, or "
-    "*once* after them if it takes seconds. *Transfers not hidden* is the extra time over the same implementation "
-    "without transfers. *Peak memory* is what a call allocates in addition to its inputs, on the rank with the most. "
-    "*Outside the allocator* is the memory that the first call took outside PyTorch's allocator: NCCL's buffers, "
-    "symmetric memory, code. *Ranks* are the medians of the fastest and the slowest rank."
+    "*Time* Tₙ is the median of the slowest rank's time in each round, *throughput per GPU* that of one GPU in this "
+    "time. *T₁* is the time of this kernel's one-GPU version on the whole problem, measured in the same rounds, or "
+    "*once* after them if it takes seconds. *Efficiency* is T₁ / (N · Tₙ). *Exposed transfers* is the extra time over "
+    "the same implementation without transfers. *Peak memory* is what a call allocates in addition to its inputs, on "
+    "the rank with the most. *Outside the allocator* is the memory that the first call allocated outside PyTorch's "
+    "caching allocator: NCCL buffers, symmetric memory, code. *Ranks* are the medians of the fastest and the slowest "
+    "rank."
 )
 
-MODEL_HEAD = ("case", "mode", "implementation", ">measured", ">model", ">error", ">efficiency of the model")
+MODEL_HEAD = ("case", "mode", "implementation", ">measured", ">model", ">error", ">predicted efficiency")
 
 MODEL_TEXT = (
-    "The prediction of the model of `plan`, from T₁ in the same rounds and the measured rate of the link. *Error* is "
-    "that of the predicted time: a negative error means that the prediction is too short."
+    "Prediction of the performance model of `plan`, from T₁ in the same rounds and the measured link bandwidth. "
+    "*Error* is that of the predicted time: negative if the prediction is too short."
 )
 
 
@@ -48,7 +49,7 @@ def section(found: Sequence[Finding], charts: bool) -> list[str]:
     for finding, row in measured:
         if reason := row["several"].get("alone_reason"):
             reasons.setdefault(reason, {})[f"{finding.case} {finding.mode}"] = None
-    said = [f"- No efficiency, {reason}: {', '.join(places)}." for reason, places in reasons.items()]
+    said = [f"- No efficiency ({reason}): {', '.join(places)}." for reason, places in reasons.items()]
     return [*lines, *said, ""] if said else lines
 
 

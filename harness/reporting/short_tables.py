@@ -9,10 +9,11 @@ from . import aggregates, pages
 from . import markdown as md
 from .findings import Finding
 
-MODE_HEAD = ("case", ">ours", ">over the best peer", ">over PyTorch", ">% of measured roofline")
+MODE_HEAD = ("case", ">latency", ">speed-up over the fastest peer", ">speed-up over PyTorch", ">% of measured roofline")
 KERNELS_HEAD = (
     "kernel", "mode", ">cases", "bound by", ">% of measured roofline",
-    ">included", ">over the best peer: mean (range)", ">included", ">over PyTorch: mean (range)",
+    ">in the mean", ">mean speed-up over the fastest peer (range)",
+    ">in the mean", ">mean speed-up over PyTorch (range)",
 )  # fmt: skip
 
 

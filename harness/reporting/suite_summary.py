@@ -22,11 +22,11 @@ from .memory_table import size
 SCHEMA = 1
 
 HEAD = (
-    "kernel", "case", "mode", "implementation", ">latency", ">95 % CI", ">baseline", ">its latency", ">speed-up",
-    ">throughput", ">items", ">memory", ">memory saving", "note",
+    "kernel", "case", "mode", "implementation", ">latency", ">95 % CI", ">baseline", ">baseline latency", ">speed-up",
+    ">throughput", ">items/s", ">peak memory", ">memory reduction", "note",
 )  # fmt: skip
 STATISTICS_HEAD = (
-    "kernel", "case", "mode", "implementation", ">mean", ">std", ">min", ">max", ">median", ">p95", ">p99", ">n",
+    "kernel", "case", "mode", "implementation", ">mean", ">std", ">min", ">max", ">median", ">p95", ">p99", ">samples",
 )  # fmt: skip
 FIGURES = ("mean_us", "std_us", "min_us", "max_us", "median_us", "p95_us", "p99_us", "n")
 
