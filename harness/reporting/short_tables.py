@@ -9,7 +9,7 @@ from . import aggregates, pages
 from . import markdown as md
 from .findings import Finding
 
-MODE_HEAD = ("case", ">latency", ">speed-up over the fastest peer", ">speed-up over PyTorch", ">% of measured roofline")
+MODE_HEAD = ("case", ">latency", ">speed-up over the fastest peer", ">over PyTorch", ">% of roofline")
 KERNELS_HEAD = (
     "kernel", "mode", ">cases", "bound by", ">% of measured roofline",
     ">in the mean", ">mean speed-up over the fastest peer (range)",
@@ -40,7 +40,7 @@ def of_mode(found: Sequence[Finding]) -> list[str]:
                 pages.share(finding, best, notes),
             ]
         )
-    more = f"The first {MOST_CASES} of {len(found)} cases; the report has all."
+    more = f"{MOST_CASES} of {len(found)} cases; the report has all."
     return [*md.table(MODE_HEAD, rows), *(["", more] if len(found) > MOST_CASES else [])]
 
 
