@@ -63,6 +63,9 @@ def fwd_plan(
     the inputs.
 
     Raises RuntimeError where `backend` does not support them."""
+    if _too_narrow(target, loss):
+        wide = fwd_plan(logits, target.long(), weight, loss, save, gradient, backend)
+        return lambda logits, target, weight: wide(logits, target.long(), weight)
     rows, device = target.numel(), logits.device
     shape = tuple(target.shape) if loss.reduction == "none" else ()
     inplace, new = gradient == "inplace", gradient == "new"
@@ -242,6 +245,9 @@ def bwd_plan(
     """Returns a function from (g_loss, g_z, g_lse, logits, target, weight, stats) like these to the gradient of the
     logits. With `inplace` the gradient overwrites the logits. g_loss, g_z and g_lse are the incoming gradients of the
     three outputs, or None."""
+    if _too_narrow(target, loss):
+        wide = bwd_plan(g_loss, g_z, g_lse, logits, target.long(), weight, loss, inplace)
+        return lambda *given: wide(*given[:4], given[4].long(), *given[5:])
     rows, vocab, dtype = target.numel(), logits.shape[-1], logits.dtype
     if rows == 0:
         return lambda *given: given[3] if inplace else torch.empty_like(given[3], memory_format=torch.contiguous_format)
@@ -336,6 +342,12 @@ def scale_plan(grad: torch.Tensor, g_loss: torch.Tensor, inplace: bool) -> Scale
         return grad if inplace else out
 
     return run
+
+
+def _too_narrow(target: torch.Tensor, loss: Loss) -> bool:
+    """Whether the targets cannot hold ignore_index: the kernels give it to the rows past the last one, in their
+    dtype."""
+    return target.dtype == torch.int32 and not -(2**31) <= loss.ignore_index < 2**31
 
 
 def _features(loss: Loss, weight: torch.Tensor | None, dtype: torch.dtype) -> dict[str, bool]:

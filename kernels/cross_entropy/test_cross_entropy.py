@@ -70,6 +70,17 @@ def test_any_leading_dimensions_and_an_ignore_index_of_ones_own():
     assert cross_entropy(logits[0, 0], target[0, 0] * 0).shape == ()
 
 
+@pytest.mark.parametrize("ignore_index", [2**31, 2**32 + 3, -(2**63)])
+@pytest.mark.parametrize("vocab", [40, 5003])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_ignore_index_that_no_target_can_hold(fused, vocab, ignore_index):
+    """Rows past the last one do not count either."""
+    logits, target = batch(5, vocab, ignored=False)
+    options = dict(weight=torch.rand(vocab, device=DEVICE), ignore_index=ignore_index)
+    ours = with_grad(cross_entropy, logits, target.int(), grad_in_forward=fused, **options)
+    assert_close(ours, with_grad(F.cross_entropy, logits, target, **options), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_without_a_row_that_counts(fused):
     """As in PyTorch, the sum is 0, the mean is 0 / 0 and the gradient is 0."""
