@@ -364,6 +364,22 @@ def test_what_is_not_finite(compiler) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("scratch", [None, 0])
+def test_logits_as_low_as_they_can_be(compiler, scratch: int | None) -> None:
+    """Rows whose logits are all equal, and near the lowest number of the dtype."""
+    hidden, weight = (torch.zeros(n, 8, dtype=torch.bfloat16, device="cuda") for n in (300, 522))
+    hidden[:, 0], weight[:, 0] = 1, -3e38
+    target = torch.arange(300, device="cuda")
+    alone, loss, dhidden, _ = results(
+        linear_cross_entropy, hidden, weight, target, reduction="none", scratch_bytes=scratch, backend="cuda"
+    )
+    want = torch.full((300,), 522.0, device="cuda").log()
+    torch.testing.assert_close(alone, want)
+    torch.testing.assert_close(loss, want)
+    assert dhidden.isfinite().all()
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("scratch", [None, 0])
 def test_repeats_agree_bit_for_bit(compiler, scratch: int | None) -> None:
     given = problem(3000, 512, 5000)
     first, *others = [
