@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .arguments import check_block_size, checked, distinct, four
+from .arguments import check_block_size, check_blocks, checked, distinct, four
 from .checks import kind, no_tangent, runnable
 from .index import BlockIndex, index_plan, make_table, table_shape, table_size
 from .launch import Plans, lean, signature
@@ -131,6 +131,7 @@ def block_index(
             f"block_index: block_mask must be [.., {wanted[0]}, {wanted[1]}] for {queries} queries and {keys} keys in "
             f"blocks of {block_size}, got shape {tuple(block_mask.shape)}"
         )
+    check_blocks(wanted[0], wanted[1], block_size)
     runnable("block_index", "block_mask", block_mask)
     make = make_table if lean(block_mask) else _index_op
     table = make(distinct(four(block_mask)), queries, keys, block_size, causal)
