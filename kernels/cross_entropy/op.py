@@ -40,8 +40,9 @@ def cross_entropy(
     read them, the backward may. If all rows are ignored, the sum is 0 and the mean NaN. All arithmetic is fp32. All
     sums have a fixed order, so the result is deterministic.
 
-    logits           [..., V], 1 <= V <= 2²⁴, fp32, fp16 or bf16, any strides. Rows are read in place when the leading
-                     dimensions flatten to one stride and the last stride is 1; otherwise they are copied first.
+    logits           [..., V], 1 <= V <= 2²⁴, at most 2³¹ − 2¹⁷ rows, fp32, fp16 or bf16, any strides. Rows are read in
+                     place when the leading dimensions flatten to one stride and the last stride is 1; otherwise they
+                     are copied first.
     target           [...], int64 or int32, any strides. A value that is neither ignore_index nor in [0, V) is an error:
                      on a GPU a device-side assertion, as in PyTorch, which the next synchronisation reports.
     weight           class weights w, [V], floating point, finite, not differentiated

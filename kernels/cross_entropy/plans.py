@@ -247,7 +247,9 @@ def bwd_plan(
     three outputs, or None."""
     if _too_narrow(target, loss):
         wide = bwd_plan(g_loss, g_z, g_lse, logits, target.long(), weight, loss, inplace)
-        return lambda *given: wide(*given[:4], given[4].long(), *given[5:])
+        return lambda g_loss, g_z, g_lse, logits, target, weight, stats: wide(
+            g_loss, g_z, g_lse, logits, target.long(), weight, stats
+        )
     rows, vocab, dtype = target.numel(), logits.shape[-1], logits.dtype
     if rows == 0:
         return lambda *given: given[3] if inplace else torch.empty_like(given[3], memory_format=torch.contiguous_format)

@@ -324,6 +324,7 @@ def test_autocast_gives_fp32_like_pytorch():
         (dict(logits=lambda t: t.double()), TypeError, "logits must be"),
         (dict(logits=lambda t: t[0, 0]), ValueError, "logits must be"),
         (dict(logits=lambda t: t[:, :0]), ValueError, "logits must be"),
+        (dict(logits=lambda t: t[:1].expand(2**31 - 2**17 + 1, 8)), ValueError, "logits must have at most"),
         (dict(target=lambda t: t.float()), TypeError, "target must be"),
         (dict(target=lambda t: t[:-1]), ValueError, "target must have"),
         (dict(target=lambda t: t.to("meta")), ValueError, "target must be on"),

@@ -259,6 +259,8 @@ def test_the_large_case_stays_below_a_gigabyte_and_a_fifth():
         (dict(hidden=lambda t: t[0, 0]), ValueError, "hidden must be"),
         (dict(weight=lambda t: t.half()), TypeError, "weight must be"),
         (dict(weight=lambda t: t[:, 1:]), ValueError, "weight must be"),
+        (dict(weight=lambda t: t[:1].expand(2**31, -1)), ValueError, "must have at most"),
+        (dict(hidden=lambda t: t[:1].expand(2**31, -1)), ValueError, "must have at most"),
         (dict(weight=lambda t: t.to("meta")), ValueError, "weight must be on"),
         (dict(target=lambda t: t.float()), TypeError, "target must be"),
         (dict(target=lambda t: t[1:]), ValueError, "target must be"),
