@@ -46,7 +46,9 @@ def block_sparse_attention(
     causal       within kept blocks, query i sees keys j <= i + Sk − Sq: the last query sees all
     return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
     block_bias   fp32, shaped like a mask: added to all scores of a block. It is differentiable, for example as the
-                 logarithm of a gate. −inf has the effect of dropping the block, at the cost of a kept one.
+                 logarithm of a gate. −inf has the effect of dropping the block, at the cost of a kept one. A large
+                 finite number in its place, such as −1e9, must not be the bias of all blocks that a row sees: fp32
+                 rounds its scores away, and probabilities are then wrong and may overflow.
     forward      "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, 16-byte aligned rows; CuPy
                  compiles it) or "portable"; "auto" picks one
     backward     likewise; "cuda" only for blocks of 128 without block_bias. Either version works after either forward.
