@@ -306,6 +306,18 @@ def test_options(compiler, scratch: int | None, options: str, biased: bool, inde
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("options", ["softcap", "all"])
+def test_clusters_compute_logits_again_in_tiles_of_160_columns(compiler, options: str) -> None:
+    """Chunks of 256 rows, recomputed in slices of 512 entries with more in the epilogue."""
+    scratch = 512 * 640 * 2
+    config = configs.pick_config(600, 256, 1030, torch.bfloat16, True, scratch)
+    assert (config.chunk, config.slice, config.in_gradient) == (256, 512, True)
+    hidden, weight, target, bias = problem(600, 256, 1030)
+    target[::5] = OPTIONS[options].get("ignore_index", -100)
+    agrees(hidden, weight, target, bias, scratch_bytes=scratch, **OPTIONS[options])
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("scratch", [None, 0])
 def test_many_rounds(compiler, scratch: int | None) -> None:
     """Many more tiles than CTAs, with fewer K-blocks than pipeline stages, as many, and more."""
