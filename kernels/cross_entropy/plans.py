@@ -43,7 +43,7 @@ Optional = torch.Tensor | None
 Results = tuple[torch.Tensor, Optional, Optional, Optional, Optional]
 Forward = Callable[[torch.Tensor, torch.Tensor, Optional], Results]
 Backward = Callable[[Optional, Optional, Optional, torch.Tensor, torch.Tensor, Optional, torch.Tensor], torch.Tensor]
-Scale = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Scale = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 SCALE_BLOCK = 4096
 
@@ -315,30 +315,33 @@ def bwd_plan(
     return run
 
 
-def scale_plan(grad: torch.Tensor, g_loss: torch.Tensor, inplace: bool) -> Scale:
-    """Returns a function from (grad, g_loss) like these to g_loss · grad. g_loss is a scalar or has one factor per row.
-    In place, rows whose factor is 1 are neither read nor written."""
+def scale_plan(
+    grad: torch.Tensor, g_loss: torch.Tensor, target: torch.Tensor, ignore_index: int, inplace: bool
+) -> Scale:
+    """Returns a function from (grad, g_loss, target) like these to g_loss · grad, 0 in ignored rows. g_loss is a scalar
+    or has one factor per row. In place, rows whose factor is 1 are neither read nor written."""
     if grad.numel() == 0:
-        return lambda grad, g_loss: grad
+        return lambda grad, g_loss, target: grad
     matrix, copied = matrix_of(grad)
-    factors = _incoming(g_loss)
+    factors, targets = _incoming(g_loss), vector_of(target)
     rows, vocab = matrix.shape
     tiles_n = triton.cdiv(vocab, SCALE_BLOCK)
+    strides = matrix.stride(0), factors.stride, targets.stride, matrix.stride(0) if inplace else vocab
     _, sms = _device(grad)
     scale = Launch(
         _cross_entropy_scale_kernel,
         (min(rows * tiles_n, 8 * sms),),
         grad.device,
-        (rows, vocab, tiles_n, matrix.stride(0), factors.stride, matrix.stride(0) if inplace else vocab),
+        (rows, vocab, tiles_n, *strides, ignore_index),
         IN_PLACE=inplace,
         BLOCK_N=SCALE_BLOCK,
         num_warps=8,
     )
 
-    def run(grad: torch.Tensor, g_loss: torch.Tensor) -> torch.Tensor:
+    def run(grad: torch.Tensor, g_loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         given = matrix_of(grad)[0] if copied else grad
         out = given if inplace else torch.empty_like(grad, memory_format=torch.contiguous_format)
-        scale(given, factors.of(g_loss), out)
+        scale(given, factors.of(g_loss), targets.of(target), out)
         if inplace and copied:
             grad.copy_(given.view(grad.shape))
         return grad if inplace else out

@@ -81,6 +81,23 @@ def test_an_ignore_index_that_no_target_can_hold(fused, vocab, ignore_index):
     assert_close(ours, with_grad(F.cross_entropy, logits, target, **options), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("index", [torch.int64, torch.int32])
+@pytest.mark.parametrize("vocab", [40, 5003])
+def test_an_ignored_row_has_no_gradient_whatever_comes_in(vocab, index, fused, inplace):
+    """Not even where the incoming gradient is NaN or inf, as of a mean over no rows."""
+    logits, target = batch(9, vocab)
+    incoming = torch.linspace(0.5, 2.0, 9, device=DEVICE)
+    incoming[1::4] = torch.tensor([math.nan, math.inf], device=DEVICE)
+    leaf = through(logits)
+    options = dict(reduction="none", grad_in_forward=fused, inplace=inplace)
+    (ours,) = torch.autograd.grad(cross_entropy(leaf, target.to(index), **options), leaf, incoming)
+    other = logits.requires_grad_()
+    (theirs,) = torch.autograd.grad(F.cross_entropy(other, target, reduction="none"), other, incoming)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_without_a_row_that_counts(fused):
     """As in PyTorch, the sum is 0, the mean is 0 / 0 and the gradient is 0."""
