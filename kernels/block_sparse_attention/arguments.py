@@ -11,6 +11,7 @@ from .index import BlockIndex
 from .versions import BACKWARD, FORWARD
 
 MAX_DIM = 256
+MAX_OFFSET = 2**31 - 1
 BLOCK_SIZES = (64, 128)
 
 
@@ -27,6 +28,7 @@ def checked(q, k, v, block_mask, block_bias, block_size, scale, causal, forward,
             raise ValueError(f"block_sparse_attention: {name} must be one of {', '.join(versions)}, got {version!r}")
     queries, keys = q.shape[2], k.shape[2]
     shape = (q.shape[0], q.shape[1], -(-queries // block_size), -(-keys // block_size))
+    check_blocks(*shape[2:], block_size)
     if block_bias is not None:
         block_bias = _blocks("block_bias", block_bias, torch.float32, q, shape).expand(shape)
     options = (float(scale), block_size, causal, backward, forward)
@@ -56,6 +58,15 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int) -
         raise ValueError(f"{name}: q must have a multiple of k's {k.shape[1]} heads, got {q.shape[1]}")
     check_block_size(block_size)
     runnable(name, "q", q)
+
+
+def check_blocks(rows: int, columns: int, block_size: int) -> None:
+    """Raises ValueError for a mask that 32-bit offsets in its lists, or 32-bit indices of queries and keys, do not
+    hold."""
+    if max(rows * (columns + 3), columns * (rows + 3), (rows + columns) * block_size) > MAX_OFFSET:
+        raise ValueError(
+            f"block_sparse_attention: a mask of {rows} by {columns} blocks is too large for 32-bit offsets"
+        )
 
 
 def check_block_size(block_size: int) -> None:

@@ -140,7 +140,7 @@ def _block_sparse_attention_index_kernel(
     """The first `parts` CTAs of a head write the lists of rows, the others those of columns. `heads`: mask heads."""
     head, part = tl.program_id(0) // all_parts, tl.program_id(0) % all_parts
     mask_ptr += (head // heads).to(tl.int64) * stride_mb + (head % heads).to(tl.int64) * stride_mh
-    table_ptr += head.to(tl.int64) * (2 * rows * columns + HEADER * (rows + columns))
+    table_ptr += head.to(tl.int64) * (2 * rows.to(tl.int64) * columns + HEADER * (rows + columns))
     if part < parts:
         _lists(
             mask_ptr, table_ptr, part, rows, columns, queries, keys, stride_mm, stride_mn,
@@ -173,7 +173,7 @@ def _order(table_ptr, part, lines, width, LINES: tl.constexpr):
 def _block_sparse_attention_order_kernel(table_ptr, rows, columns, parts, all_parts, LINES: tl.constexpr):
     """Stores the order of lines, the longest first, so that the CTAs that start last are short."""
     head, part = tl.program_id(0) // all_parts, tl.program_id(0) % all_parts
-    table_ptr += head.to(tl.int64) * (2 * rows * columns + HEADER * (rows + columns))
+    table_ptr += head.to(tl.int64) * (2 * rows.to(tl.int64) * columns + HEADER * (rows + columns))
     if part < parts:
         _order(table_ptr, part, rows, columns + HEADER, LINES)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .arguments import check_block_size, checked, distinct, four
+from .arguments import check_block_size, check_blocks, checked, distinct, four
 from .checks import kind, no_tangent, runnable
 from .index import BlockIndex, index_plan, make_table, table_shape, table_size
 from .launch import Plans, lean, signature
@@ -46,7 +46,9 @@ def block_sparse_attention(
     causal       within kept blocks, query i sees keys j <= i + Sk − Sq: the last query sees all
     return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
     block_bias   fp32, shaped like a mask: added to all scores of a block. It is differentiable, for example as the
-                 logarithm of a gate. −inf has the effect of dropping the block, at the cost of a kept one.
+                 logarithm of a gate. −inf has the effect of dropping the block, at the cost of a kept one. A large
+                 finite number in its place, such as −1e9, must not be the bias of all blocks that a row sees: fp32
+                 rounds its scores away, and probabilities are then wrong and may overflow.
     forward      "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, 16-byte aligned rows; CuPy
                  compiles it) or "portable"; "auto" picks one
     backward     likewise; "cuda" only for blocks of 128 without block_bias. Either version works after either forward.
@@ -131,6 +133,7 @@ def block_index(
             f"block_index: block_mask must be [.., {wanted[0]}, {wanted[1]}] for {queries} queries and {keys} keys in "
             f"blocks of {block_size}, got shape {tuple(block_mask.shape)}"
         )
+    check_blocks(wanted[0], wanted[1], block_size)
     runnable("block_index", "block_mask", block_mask)
     make = make_table if lean(block_mask) else _index_op
     table = make(distinct(four(block_mask)), queries, keys, block_size, causal)

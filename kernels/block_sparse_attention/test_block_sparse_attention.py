@@ -337,6 +337,11 @@ def test_says_what_is_wrong_with_an_index():
         block_index(random_mask(2, 2), 70, 130, **SMALL)
     with pytest.raises(TypeError, match="block_mask must be a tensor of bool, got torch.int64"):
         block_index(torch.ones(2, 3, dtype=torch.int64), 70, 130, **SMALL)
+    most = 46339  # n · (n + 3) fits 31 bits
+    assert most * (most + 3) < 2**31 <= (most + 1) * (most + 4)
+    with pytest.raises(ValueError, match="a mask of 46340 by 46340 blocks is too large"):
+        wide = torch.zeros((), dtype=torch.bool, device=DEVICE).expand(most + 1, most + 1)
+        block_index(wide, 64 * most + 1, 64 * most + 1, **SMALL)
 
 
 def test_kernels_are_not_specialised_for_sizes():
@@ -390,3 +395,17 @@ def test_more_than_two_to_the_31_elements():
     for part in (slice(0, 1), slice(-1, None)):
         expected = block_sparse_attention_reference(q[:, part], k[:, part], v[:, part], mask)
         torch.testing.assert_close(out[:, part], expected, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_lists_of_more_than_two_to_the_31_elements():
+    """The lists of the second head begin there. It keeps nothing, the first one everything."""
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB of free memory on the GPU")
+    blocks = 1 << 15
+    mask = torch.tensor([True, False], device="cuda")[:, None, None].expand(2, blocks, blocks)
+    made = block_index(mask, 64 * blocks, 64 * blocks, **SMALL)
+    for lines in (made.rows[0], made.columns[0]):
+        assert (lines[0, :, 0] == blocks).all() and not lines[1, :, :2].any()
+        assert (lines[:, :, 2] == torch.arange(blocks, device="cuda")).all()
+        assert (lines[1, -1, 3:] == -1).all()

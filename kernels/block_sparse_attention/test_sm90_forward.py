@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
@@ -65,6 +66,9 @@ def test_unsupported_reasons(hopper, monkeypatch):
     unaligned = "it requires rows, heads and batches on 16-byte boundaries, for TMA"
     assert reason(change=lambda t: F.pad(t, (0, 3))[..., :64]) == unaligned
     assert reason(change=lambda t: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape)) == unaligned
+    problem = problem_of(*(t.half() for t in tensors(70, 130, dim=64)), mask)
+    for scale in (1e-39, 1e39):
+        assert "from 1e-30 to 1e30" in str(forward.cuda_unsupported_reason(dataclasses.replace(problem, scale=scale)))
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: "it is compiled by NVRTC through CuPy")
     assert reason() == "it is compiled by NVRTC through CuPy"
     monkeypatch.setattr(problems.Problem, "capability", lambda self: (10, 0))

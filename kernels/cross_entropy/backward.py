@@ -141,22 +141,26 @@ def _cross_entropy_bwd_kernel(
 def _cross_entropy_scale_kernel(
     grad_ptr,
     g_loss_ptr,
+    target_ptr,
     out_ptr,
     rows,
     vocab,
     tiles_n,
     stride_grad,
     stride_g_loss,
+    stride_target,
     stride_out,
+    ignore_index,
     IN_PLACE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """out = g_loss · grad. In place, a row whose factor is 1 is neither read nor written. The kernel is persistent, so
-    that a launch in which all factors are 1 is short."""
+    that a launch in which all factors are 1 is short. The gradient of an ignored row stays 0: 0 · inf would be NaN."""
     for tile in tl.range(tl.program_id(0), rows * tiles_n, tl.num_programs(0)):
         row = (tile // tiles_n).to(tl.int64)
         g = tl.load(g_loss_ptr + row * stride_g_loss).to(tl.float32)
         if (g != 1.0) | (not IN_PLACE):
+            g = tl.where(tl.load(target_ptr + row * stride_target) == ignore_index, 1.0, g)
             at = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
             mask = at < vocab
             d = tl.load(grad_ptr + row * stride_grad + at, mask=mask).to(tl.float32) * g

@@ -98,12 +98,15 @@ def backward(g_loss, g_z, g_lse, logits, target, weight, stats, loss: Loss, inpl
     return plan(*given, stats)
 
 
-def scale(grad: torch.Tensor, g_loss: torch.Tensor, inplace: bool) -> torch.Tensor:
+def scale(
+    grad: torch.Tensor, g_loss: torch.Tensor, target: torch.Tensor, ignore_index: int, inplace: bool
+) -> torch.Tensor:
     """Runs a `scale_plan`, cached as in `forward`."""
-    if not lean(grad, g_loss):
-        return scale_plan(grad, g_loss, inplace)(grad, g_loss)
-    key = signature(grad), signature(g_loss), inplace
+    given = grad, g_loss, target
+    if not lean(*given):
+        return scale_plan(*given, ignore_index, inplace)(*given)
+    key = (*map(signature, given), ignore_index, inplace)
     plan = _SCALE.find(key)
     if plan is None:
-        plan = _SCALE.keep(key, scale_plan(grad, g_loss, inplace))
-    return plan(grad, g_loss)
+        plan = _SCALE.keep(key, scale_plan(*given, ignore_index, inplace))
+    return plan(*given)

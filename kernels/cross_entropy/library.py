@@ -147,19 +147,19 @@ def _(logits, target, weight, backend, *loss):
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::cross_entropy_scale", mutates_args=())
-def scale_op(grad: torch.Tensor, g_loss: torch.Tensor) -> torch.Tensor:
-    scaled = calls.scale(grad, g_loss, False)
+def scale_op(grad: torch.Tensor, g_loss: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    scaled = calls.scale(grad, g_loss, target, ignore_index, False)
     return scaled.clone() if scaled is grad else scaled  # an op must not return its input
 
 
 @scale_op.register_fake
-def _(grad, g_loss):
+def _(grad, g_loss, target, ignore_index):
     return grad.new_empty(grad.shape)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::cross_entropy_scale_in_place", mutates_args=("grad",))
-def scale_in_place_op(grad: torch.Tensor, g_loss: torch.Tensor) -> None:
-    calls.scale(grad, g_loss, True)
+def scale_in_place_op(grad: torch.Tensor, g_loss: torch.Tensor, target: torch.Tensor, ignore_index: int) -> None:
+    calls.scale(grad, g_loss, target, ignore_index, True)
 
 
 class _Once(torch.autograd.Function):
@@ -174,23 +174,26 @@ class _Once(torch.autograd.Function):
         raise RuntimeError("cross_entropy: double backward is not supported with grad_in_forward=True")
 
 
-def scaled(grad: torch.Tensor, g_loss: torch.Tensor | None) -> torch.Tensor | None:
+def scaled(
+    grad: torch.Tensor, target: torch.Tensor, g_loss: torch.Tensor | None, ignore_index: int
+) -> torch.Tensor | None:
     """The gradient that the forward wrote for an incoming gradient of 1, scaled by the actual incoming gradient."""
     if g_loss is None:
         return None
-    found = _scaled(grad, g_loss)
+    found = _scaled(grad, g_loss, target, ignore_index)
     return _Once.apply(found.detach().requires_grad_()) if torch.is_grad_enabled() else found
 
 
-def _scaled(grad: torch.Tensor, g_loss: torch.Tensor) -> torch.Tensor:
-    eager = lean(grad, g_loss) and not torch.is_grad_enabled()
+def _scaled(grad: torch.Tensor, g_loss: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    given = grad, g_loss, target, ignore_index
+    eager = lean(grad, g_loss, target) and not torch.is_grad_enabled()
     if not last_use(grad):
-        return calls.scale(grad, g_loss, False) if eager else scale_op(grad, g_loss)
+        return calls.scale(*given, False) if eager else scale_op(*given)
     if eager:
-        calls.scale(grad, g_loss, True)
+        calls.scale(*given, True)
         _written(grad)
     else:
-        scale_in_place_op(grad, g_loss)
+        scale_in_place_op(*given)
     return grad.detach()
 
 
@@ -203,12 +206,13 @@ def last_use(saved: torch.Tensor) -> bool:
 
 def _save_gradient(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
+    _, target, _, _, ctx.ignore_index, *_ = inputs
     ctx.inputs = len(inputs)
-    ctx.save_for_backward(output[3])
+    ctx.save_for_backward(output[3], target)
 
 
 def _backward_of_gradient(ctx, g_loss, *_):
-    return scaled(ctx.saved_tensors[0], g_loss), *((None,) * (ctx.inputs - 1))
+    return scaled(*ctx.saved_tensors, g_loss, ctx.ignore_index), *((None,) * (ctx.inputs - 1))
 
 
 fwd_grad_op.register_autograd(_backward_of_gradient, setup_context=_save_gradient)

@@ -12,6 +12,7 @@ TARGETS = (torch.int64, torch.int32)
 REDUCTIONS = ("none", "sum", "mean")
 BACKENDS = ("auto", "triton", "cuda")
 MAX_VOCAB = 1 << 24
+MAX_ROWS = 2**31 - 2**17  # row indices are 32-bit, including the end of the last iteration of a loop over rows
 
 
 class Loss(NamedTuple):
@@ -63,6 +64,8 @@ def _check_tensors(logits, target, weight) -> None:
         raise ValueError(
             f"cross_entropy: logits must be [..., V] with 1 <= V <= {MAX_VOCAB}, got shape {tuple(logits.shape)}"
         )
+    if logits.shape[:-1].numel() > MAX_ROWS:
+        raise ValueError(f"cross_entropy: logits must have at most {MAX_ROWS} rows, got shape {tuple(logits.shape)}")
     if not isinstance(target, torch.Tensor) or target.dtype not in TARGETS:
         raise TypeError(f"cross_entropy: target must be a tensor of int64 or int32, got {kind(target)}")
     if target.shape != logits.shape[:-1]:

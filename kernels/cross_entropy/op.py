@@ -40,8 +40,9 @@ def cross_entropy(
     read them, the backward may. If all rows are ignored, the sum is 0 and the mean NaN. All arithmetic is fp32. All
     sums have a fixed order, so the result is deterministic.
 
-    logits           [..., V], 1 <= V <= 2²⁴, fp32, fp16 or bf16, any strides. Rows are read in place when the leading
-                     dimensions flatten to one stride and the last stride is 1; otherwise they are copied first.
+    logits           [..., V], 1 <= V <= 2²⁴, at most 2³¹ − 2¹⁷ rows, fp32, fp16 or bf16, any strides. Rows are read in
+                     place when the leading dimensions flatten to one stride and the last stride is 1; otherwise they
+                     are copied first.
     target           [...], int64 or int32, any strides. A value that is neither ignore_index nor in [0, V) is an error:
                      on a GPU a device-side assertion, as in PyTorch, which the next synchronisation reports.
     weight           class weights w, [V], floating point, finite, not differentiated
@@ -82,7 +83,7 @@ def cross_entropy(
     if save:
         return _apply(logits, target, weight, run, loss, inplace)
     if ready:
-        return _apply_ready(logits, target, weight, run, inplace)
+        return _apply_ready(logits, target, weight, run, ignore_index, inplace)
     out, z, lse, _, _ = run(logits, target, weight)
     return _asked(out, z, lse)
 
@@ -171,7 +172,7 @@ def _through_library(logits, target, weight, ignore_index, options, wanted, read
             out, z, lse = library.fwd_grad_in_place_op(logits, target, weight, backend, *loss)
             return out, z if loss.return_z_loss else None, lse if loss.return_lse else None, None, logits
 
-        return _ReadyGradient.apply(logits, target, weight, run, True)
+        return _ReadyGradient.apply(logits, target, weight, run, ignore_index, True)
     else:
         out, z, lse, _ = library.fwd_grad_op(logits, target, weight, backend, *loss)
         z, lse = z.detach(), lse.detach()
@@ -204,18 +205,19 @@ class _ReadyGradient(torch.autograd.Function):
     through torch.library too: an op that mutates its input cannot have an autograd formula of its own."""
 
     @staticmethod
-    def forward(ctx, logits, target, weight, run, inplace):
+    def forward(ctx, logits, target, weight, run, ignore_index, inplace):
         out, z, lse, _, grad = run(logits, target, weight)
         if inplace:
             _written(logits)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in (z, lse) if t is not None))
-        ctx.save_for_backward(grad)
+        ctx.ignore_index = ignore_index
+        ctx.save_for_backward(grad, target)
         return _asked(out, z, lse)
 
     @staticmethod
     def backward(ctx, g_loss, *_):
-        return library.scaled(ctx.saved_tensors[0], g_loss), None, None, None, None
+        return library.scaled(*ctx.saved_tensors, g_loss, ctx.ignore_index), None, None, None, None, None
 
 
 # Skips torch.autograd.Function.apply, which only adds the functorch checks: `lean` has excluded functorch.

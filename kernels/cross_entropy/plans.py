@@ -43,7 +43,7 @@ Optional = torch.Tensor | None
 Results = tuple[torch.Tensor, Optional, Optional, Optional, Optional]
 Forward = Callable[[torch.Tensor, torch.Tensor, Optional], Results]
 Backward = Callable[[Optional, Optional, Optional, torch.Tensor, torch.Tensor, Optional, torch.Tensor], torch.Tensor]
-Scale = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Scale = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 SCALE_BLOCK = 4096
 
@@ -63,6 +63,9 @@ def fwd_plan(
     the inputs.
 
     Raises RuntimeError where `backend` does not support them."""
+    if _too_narrow(target, loss):
+        wide = fwd_plan(logits, target.long(), weight, loss, save, gradient, backend)
+        return lambda logits, target, weight: wide(logits, target.long(), weight)
     rows, device = target.numel(), logits.device
     shape = tuple(target.shape) if loss.reduction == "none" else ()
     inplace, new = gradient == "inplace", gradient == "new"
@@ -242,6 +245,11 @@ def bwd_plan(
     """Returns a function from (g_loss, g_z, g_lse, logits, target, weight, stats) like these to the gradient of the
     logits. With `inplace` the gradient overwrites the logits. g_loss, g_z and g_lse are the incoming gradients of the
     three outputs, or None."""
+    if _too_narrow(target, loss):
+        wide = bwd_plan(g_loss, g_z, g_lse, logits, target.long(), weight, loss, inplace)
+        return lambda g_loss, g_z, g_lse, logits, target, weight, stats: wide(
+            g_loss, g_z, g_lse, logits, target.long(), weight, stats
+        )
     rows, vocab, dtype = target.numel(), logits.shape[-1], logits.dtype
     if rows == 0:
         return lambda *given: given[3] if inplace else torch.empty_like(given[3], memory_format=torch.contiguous_format)
@@ -307,35 +315,44 @@ def bwd_plan(
     return run
 
 
-def scale_plan(grad: torch.Tensor, g_loss: torch.Tensor, inplace: bool) -> Scale:
-    """Returns a function from (grad, g_loss) like these to g_loss · grad. g_loss is a scalar or has one factor per row.
-    In place, rows whose factor is 1 are neither read nor written."""
+def scale_plan(
+    grad: torch.Tensor, g_loss: torch.Tensor, target: torch.Tensor, ignore_index: int, inplace: bool
+) -> Scale:
+    """Returns a function from (grad, g_loss, target) like these to g_loss · grad, 0 in ignored rows. g_loss is a scalar
+    or has one factor per row. In place, rows whose factor is 1 are neither read nor written."""
     if grad.numel() == 0:
-        return lambda grad, g_loss: grad
+        return lambda grad, g_loss, target: grad
     matrix, copied = matrix_of(grad)
-    factors = _incoming(g_loss)
+    factors, targets = _incoming(g_loss), vector_of(target)
     rows, vocab = matrix.shape
     tiles_n = triton.cdiv(vocab, SCALE_BLOCK)
+    strides = matrix.stride(0), factors.stride, targets.stride, matrix.stride(0) if inplace else vocab
     _, sms = _device(grad)
     scale = Launch(
         _cross_entropy_scale_kernel,
         (min(rows * tiles_n, 8 * sms),),
         grad.device,
-        (rows, vocab, tiles_n, matrix.stride(0), factors.stride, matrix.stride(0) if inplace else vocab),
+        (rows, vocab, tiles_n, *strides, ignore_index),
         IN_PLACE=inplace,
         BLOCK_N=SCALE_BLOCK,
         num_warps=8,
     )
 
-    def run(grad: torch.Tensor, g_loss: torch.Tensor) -> torch.Tensor:
+    def run(grad: torch.Tensor, g_loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         given = matrix_of(grad)[0] if copied else grad
         out = given if inplace else torch.empty_like(grad, memory_format=torch.contiguous_format)
-        scale(given, factors.of(g_loss), out)
+        scale(given, factors.of(g_loss), targets.of(target), out)
         if inplace and copied:
             grad.copy_(given.view(grad.shape))
         return grad if inplace else out
 
     return run
+
+
+def _too_narrow(target: torch.Tensor, loss: Loss) -> bool:
+    """Whether the targets cannot hold ignore_index: the kernels give it to the rows past the last one, in their
+    dtype."""
+    return target.dtype == torch.int32 and not -(2**31) <= loss.ignore_index < 2**31
 
 
 def _features(loss: Loss, weight: torch.Tensor | None, dtype: torch.dtype) -> dict[str, bool]:

@@ -70,6 +70,34 @@ def test_any_leading_dimensions_and_an_ignore_index_of_ones_own():
     assert cross_entropy(logits[0, 0], target[0, 0] * 0).shape == ()
 
 
+@pytest.mark.parametrize("ignore_index", [2**31, 2**32 + 3, -(2**63)])
+@pytest.mark.parametrize("vocab", [40, 5003])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_ignore_index_that_no_target_can_hold(fused, vocab, ignore_index):
+    """Rows past the last one do not count either."""
+    logits, target = batch(5, vocab, ignored=False)
+    options = dict(weight=torch.rand(vocab, device=DEVICE), ignore_index=ignore_index)
+    ours = with_grad(cross_entropy, logits, target.int(), grad_in_forward=fused, **options)
+    assert_close(ours, with_grad(F.cross_entropy, logits, target, **options), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("index", [torch.int64, torch.int32])
+@pytest.mark.parametrize("vocab", [40, 5003])
+def test_an_ignored_row_has_no_gradient_whatever_comes_in(vocab, index, fused, inplace):
+    """Not even where the incoming gradient is NaN or inf, as of a mean over no rows."""
+    logits, target = batch(9, vocab)
+    incoming = torch.linspace(0.5, 2.0, 9, device=DEVICE)
+    incoming[1::4] = torch.tensor([math.nan, math.inf], device=DEVICE)
+    leaf = through(logits)
+    options = dict(reduction="none", grad_in_forward=fused, inplace=inplace)
+    (ours,) = torch.autograd.grad(cross_entropy(leaf, target.to(index), **options), leaf, incoming)
+    other = logits.requires_grad_()
+    (theirs,) = torch.autograd.grad(F.cross_entropy(other, target, reduction="none"), other, incoming)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_without_a_row_that_counts(fused):
     """As in PyTorch, the sum is 0, the mean is 0 / 0 and the gradient is 0."""
@@ -313,6 +341,7 @@ def test_autocast_gives_fp32_like_pytorch():
         (dict(logits=lambda t: t.double()), TypeError, "logits must be"),
         (dict(logits=lambda t: t[0, 0]), ValueError, "logits must be"),
         (dict(logits=lambda t: t[:, :0]), ValueError, "logits must be"),
+        (dict(logits=lambda t: t[:1].expand(2**31 - 2**17 + 1, 8)), ValueError, "logits must have at most"),
         (dict(target=lambda t: t.float()), TypeError, "target must be"),
         (dict(target=lambda t: t[:-1]), ValueError, "target must have"),
         (dict(target=lambda t: t.to("meta")), ValueError, "target must be on"),

@@ -27,8 +27,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
-# Below any logit except -inf. A maximum that starts here is finite even in rows of -inf, and exp2(-inf - LOWEST) is 0.
-LOWEST = tl.constexpr(-1e38)
+# Not above any logit except -inf. A maximum that starts here is finite even in rows of -inf, and exp2(-inf - LOWEST) is
+# 0.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit

@@ -41,11 +41,14 @@ def part_of(
 
 
 def operands(
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Optional
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Optional, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Optional]:
     """hidden [N, H] and weight [V, H] as cuBLAS reads them, target [N] and bias [V] contiguous. Each is a view where
-    strides allow it, otherwise a copy."""
+    strides allow it, otherwise a copy. The copy of a target that cannot hold ignore_index, which the kernels give to
+    the rows past the last one, is int64."""
     flat = operand(hidden.reshape(-1, hidden.shape[-1]))
+    if target.dtype == torch.int32 and not -(2**31) <= ignore_index < 2**31:
+        target = target.long()
     return flat, operand(weight), target.reshape(-1).contiguous(), None if bias is None else bias.contiguous()
 
 

@@ -11,6 +11,7 @@ from .checks import FLOATS, kind, runnable
 REDUCTIONS = ("mean", "sum", "none")
 BACKENDS = ("auto", "triton", "cuda")
 TARGETS = (torch.int64, torch.int32)
+MAX_SIZE = 2**31 - 2**16  # of rows and of V: indices are 32-bit, including the end of the last tile
 _NAME = "linear_cross_entropy"
 
 
@@ -42,6 +43,9 @@ def check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
         expected = f"[V, {hidden.shape[-1]}] with V >= 1 like hidden's rows"
         raise ValueError(f"{_NAME}: weight must be {expected}, got {tuple(weight.shape)}")
+    if max(hidden.shape[:-1].numel(), weight.shape[0]) > MAX_SIZE:
+        shapes = f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
+        raise ValueError(f"{_NAME}: hidden and weight must have at most {MAX_SIZE} rows, got shapes {shapes}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{_NAME}: bias must be [{weight.shape[0]}] like weight's rows, got {tuple(bias.shape)}")
     if not isinstance(target, torch.Tensor) or target.dtype not in TARGETS:

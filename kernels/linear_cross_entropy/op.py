@@ -36,7 +36,7 @@ def linear_cross_entropy(
     them for reduction "none", for a second backward through a retained graph, and for float16, whose gradients need the
     loss scale to be representable. If no gradient is required, none is computed.
 
-    hidden         [..., H], float32, float16 or bfloat16, any strides
+    hidden         [..., H], at most 2³¹ − 2¹⁶ rows, like weight, float32, float16 or bfloat16, any strides
     weight         [V, H], dtype of hidden, row- or column-major (otherwise copied)
     target         [...], int64 or int32, the index of each row's correct class, in [0, V), or ignore_index
     bias           [V], dtype of hidden, or None

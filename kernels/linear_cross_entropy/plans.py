@@ -71,7 +71,7 @@ def loss_plan(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, 
         if p.bounds is not None:
             _check_target(target, *p.bounds)
         if p.copied:
-            hidden, weight, target, bias = operands(hidden, weight, target, bias)
+            hidden, weight, target, bias = operands(hidden, weight, target, bias, p.loss.ignore_index)
         held, losses = result.buffers()
         z = None if new_slab is None else new_slab()
         count(target, held)
@@ -207,7 +207,7 @@ def gradient_plan(
         dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs[1] else None
         dbias = None
         if p.copied:
-            hidden, weight, target, bias = operands(hidden, weight, target, bias)
+            hidden, weight, target, bias = operands(hidden, weight, target, bias, p.loss.ignore_index)
         if dloss_copied:
             dloss = dloss.reshape(-1)  # type: ignore[union-attr]
         held, losses = result.buffers()

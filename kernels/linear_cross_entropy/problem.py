@@ -37,7 +37,7 @@ class Problem:
         cls, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Optional, loss: Loss
     ) -> Problem:
         """The problem of a call. `loss.check` must have accepted the arguments."""
-        used = operands(hidden, weight, target, bias)
+        used = operands(hidden, weight, target, bias, loss.ignore_index)
         moved, (flat, matrix) = copied((hidden, weight, target, bias), used), used[:2]
         return cls(
             flat.shape[0],
@@ -50,7 +50,7 @@ class Problem:
             (tuple(matrix.shape), matrix.stride()),
             bias is not None,
             all(matrix.data_ptr() % 16 == 0 for matrix in (flat, matrix)),
-            target.dtype == torch.int64,
+            used[2].dtype == torch.int64,
             moved,
             None if hidden.is_cuda else (matrix.shape[0], loss.ignore_index),
             loss,

@@ -154,6 +154,28 @@ def test_no_target_at_all():
     assert linear_cross_entropy(hidden, weight, target, ignore_index=3, reduction="sum") == 0
 
 
+@pytest.mark.parametrize("ignore_index", [2**31, 2**32 + 3, -(2**63)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_an_ignore_index_that_no_target_can_hold(reduction, ignore_index):
+    """Rows past the last one do not count either."""
+    hidden, weight, target = problem()
+    target.clamp_(min=0)
+    options = dict(ignore_index=ignore_index, reduction=reduction)
+    loss = linear_cross_entropy(hidden, weight, target.int(), **options)
+    other = F.cross_entropy(F.linear(hidden, weight), target, **options)
+    torch.testing.assert_close(loss, other)
+    equal(*(torch.autograd.grad(value.sum(), (hidden, weight)) for value in (loss, other)))
+
+
+@pytest.mark.parametrize("logit", [-2e38, -3.4028234663852886e38])
+def test_logits_as_low_as_they_can_be(logit):
+    """Rows whose logits are all equal, near the lowest number of the dtype or at it."""
+    hidden = torch.ones(3, 1, device=DEVICE, requires_grad=True)
+    weight, target = torch.full((5, 1), logit, device=DEVICE), torch.tensor([0, 1, 4], device=DEVICE)
+    loss = linear_cross_entropy(hidden, weight, target, reduction="none")
+    torch.testing.assert_close(loss, torch.full((3,), 5.0, device=DEVICE).log())
+
+
 def test_an_odd_vocabulary_and_a_column_major_weight_are_read_in_place(monkeypatch):
     hidden, weight, target = problem(20, 16, 51, grad=False)
     transposed = weight.t().contiguous().t()
@@ -237,6 +259,8 @@ def test_the_large_case_stays_below_a_gigabyte_and_a_fifth():
         (dict(hidden=lambda t: t[0, 0]), ValueError, "hidden must be"),
         (dict(weight=lambda t: t.half()), TypeError, "weight must be"),
         (dict(weight=lambda t: t[:, 1:]), ValueError, "weight must be"),
+        (dict(weight=lambda t: t[:1].expand(2**31, -1)), ValueError, "must have at most"),
+        (dict(hidden=lambda t: t[:1].expand(2**31, -1)), ValueError, "must have at most"),
         (dict(weight=lambda t: t.to("meta")), ValueError, "weight must be on"),
         (dict(target=lambda t: t.float()), TypeError, "target must be"),
         (dict(target=lambda t: t[1:]), ValueError, "target must be"),

@@ -306,6 +306,18 @@ def test_options(compiler, scratch: int | None, options: str, biased: bool, inde
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("options", ["softcap", "all"])
+def test_clusters_compute_logits_again_in_tiles_of_160_columns(compiler, options: str) -> None:
+    """Chunks of 256 rows, recomputed in slices of 512 entries with more in the epilogue."""
+    scratch = 512 * 640 * 2
+    config = configs.pick_config(600, 256, 1030, torch.bfloat16, True, scratch)
+    assert (config.chunk, config.slice, config.in_gradient) == (256, 512, True)
+    hidden, weight, target, bias = problem(600, 256, 1030)
+    target[::5] = OPTIONS[options].get("ignore_index", -100)
+    agrees(hidden, weight, target, bias, scratch_bytes=scratch, **OPTIONS[options])
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("scratch", [None, 0])
 def test_many_rounds(compiler, scratch: int | None) -> None:
     """Many more tiles than CTAs, with fewer K-blocks than pipeline stages, as many, and more."""
@@ -360,6 +372,22 @@ def test_what_is_not_finite(compiler) -> None:
     rest = torch.ones(300, dtype=torch.bool, device="cuda")
     rest[5] = rest[200] = False
     assert torch.equal(loss[rest], want[rest]) and loss[5].isnan() and not loss[200].isfinite()
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("scratch", [None, 0])
+def test_logits_as_low_as_they_can_be(compiler, scratch: int | None) -> None:
+    """Rows whose logits are all equal, and near the lowest number of the dtype."""
+    hidden, weight = (torch.zeros(n, 8, dtype=torch.bfloat16, device="cuda") for n in (300, 522))
+    hidden[:, 0], weight[:, 0] = 1, -3e38
+    target = torch.arange(300, device="cuda")
+    alone, loss, dhidden, _ = results(
+        linear_cross_entropy, hidden, weight, target, reduction="none", scratch_bytes=scratch, backend="cuda"
+    )
+    want = torch.full((300,), 522.0, device="cuda").log()
+    torch.testing.assert_close(alone, want)
+    torch.testing.assert_close(loss, want)
+    assert dhidden.isfinite().all()
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

@@ -30,6 +30,8 @@ def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | No
         return f"it supports float16 and bfloat16, not {problem.q.dtype}"
     if problem.unit(*others) != 8:
         return "it requires rows, heads and batches on 16-byte boundaries, for TMA"
+    if not 1e-30 <= problem.scale <= 1e30:
+        return f"it supports scales from 1e-30 to 1e30, as it has the inverse in fp32, not {problem.scale}"
     # Indices of a tile, of a key, and of an element of a head's table are 32 bits wide.
     places = problem.rows * (problem.columns + 3)
     if max(problem.all_heads * problem.rows, problem.queries + problem.keys, places) >= 2**31 - 2**20:

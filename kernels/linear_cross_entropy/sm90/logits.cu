@@ -59,8 +59,9 @@ constexpr int PANEL = BLOCK_K * 128;
 constexpr int A_BYTES = BLOCK_M * BLOCK_K * 2, STEP_BYTES = A_BYTES + BLOCK_N * BLOCK_K * 2;
 constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;                // offsets of the mbarriers
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-// Below any logit except -inf. A maximum that starts here is finite even in rows of -inf, and exp2(-inf - LOWEST) is 0.
-constexpr float LOWEST = -1e38f;
+// Not above any logit except -inf. A maximum that starts here is finite even in rows of -inf, and exp2(-inf - LOWEST) is
+// 0.
+constexpr float LOWEST = -3.4028234663852886e38f;
 static_assert(STEP_BYTES % 1024 == 0 && BLOCK_N / CLUSTER % 8 == 0);
 
 struct Problem {
