@@ -16,7 +16,7 @@ from . import configs, launch
 from .activation import ACTIVATIONS
 from .op import fused_mlp
 from .sm90 import cuda_driver, products
-from .test_fused_mlp import agrees, gradients, operands
+from .test_fused_mlp import agrees, gradients, operands, same_places
 
 SOURCE = Path(products.__file__).with_name("products.cu")
 
@@ -203,6 +203,13 @@ def test_what_is_not_finite_stays_in_its_row(compiler: None) -> None:
     others = torch.arange(300, device="cuda") != 77
     y = fused_mlp(**tensors, backend="cuda")
     assert torch.equal(y[others], want[others]) and not y[77].isfinite().any()
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_what_is_not_finite_is_where_pytorch_has_it(compiler: None, activation: str) -> None:
+    for names in ("x w1 w2 b1", "x w1 w2 w_gate"):
+        same_places(operands(300, 128, 203, 136, names, torch.bfloat16), activation, backend="cuda")
 
 
 def each_config(monkeypatch: pytest.MonkeyPatch) -> Iterator[configs.CudaConfig]:
