@@ -228,6 +228,18 @@ def test_triton_beside_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     _both(_inputs(rows=47, hidden=19, dim_out=5))
 
 
+def test_autocast_does_not_change_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """w1's gradient of a single chunk is a product by the library, whose operands autocast would round."""
+    monkeypatch.setattr(heads_backward, "pick_library", lambda *problem: True)
+    made, found = [t.detach().half() for t in _inputs(rows=30, hidden=19)], []
+    for enabled in (False, True):
+        leaves = [t.detach().requires_grad_() for t in made]
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=enabled):
+            y = heads_mlp(*leaves)
+            found.append((y, *torch.autograd.grad(y, leaves, torch.ones_like(y))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def _dhidden_in_pytorch(start, rows, x, w1, w2, dy_strides, activation, config, added):
     """The equivalent of sm90/heads_dhidden.cu, with the same parts. `dy_strides` are its launch's strides."""
 
