@@ -187,12 +187,17 @@ def test_more_tiles_than_sms(compiler: None) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_layouts(compiler: None) -> None:
-    """Each GEMM with an operand that TMA cannot read uses Triton."""
-    tensors = operands(300, 128, 200, 136, "x w1 w2 w_gate", torch.bfloat16)
+    """Each GEMM with an operand that TMA cannot read uses Triton. It reads all four transposed, with and without a
+    gate."""
+    tensors = operands(304, 128, 200, 136, "x w1 w2 w_gate", torch.bfloat16)
     for name, t in tensors.items():
         wide = torch.randn(t.shape[0], 256, device="cuda", dtype=torch.bfloat16) * t.shape[1] ** -0.5
         for strided in (t.mT.contiguous().mT, wide[:, 16 : 16 + t.shape[1]], wide[:, 3 : 3 + t.shape[1]]):
             agrees({**tensors, name: strided}, backend="cuda")
+    turned = {name: t.mT.contiguous().mT for name, t in tensors.items()}
+    assert products.takes(*turned.values())
+    agrees(turned, backend="cuda")
+    agrees({name: t for name, t in turned.items() if name != "w_gate"}, backend="cuda")
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

@@ -228,9 +228,11 @@ def test_triton_beside_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     _both(_inputs(rows=47, hidden=19, dim_out=5))
 
 
-def test_autocast_does_not_change_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """w1's gradient of a single chunk is a product by the library, whose operands autocast would round."""
+@pytest.mark.parametrize("chunk", [32, pytest.param(16, marks=pytest.mark.gpu)])
+def test_autocast_does_not_change_gradients(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """w1's gradient of a single chunk, and of two, is by the library, for whose operands autocast has a dtype."""
     monkeypatch.setattr(heads_backward, "pick_library", lambda *problem: True)
+    monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda *problem: chunk)
     made, found = [t.detach().half() for t in _inputs(rows=30, hidden=19)], []
     for enabled in (False, True):
         leaves = [t.detach().requires_grad_() for t in made]
