@@ -26,7 +26,7 @@ def hidden_launch(
     gate)."""
     (rows, depth), cols = x.shape, w1.shape[0]
     pitch, gated = configs.pick_pitch(cols), w_gate is not None
-    activate = _pointwise(_fused_mlp_activation_kernel, x, rows * pitch, activation)
+    activate = _pointwise(_fused_mlp_activation_kernel, x, rows, cols, activation)
 
     def product(x: torch.Tensor, w: torch.Tensor, bias: Optional, out: torch.Tensor) -> None:
         weight = F.pad(w, (0, 0, 0, pitch - cols)).mT if pitch != cols else w.mT
@@ -55,7 +55,7 @@ def dhidden_launch(
     """Writes those of dpre, dgate and the hidden [rows, pitch] that are not None, given (dy, w2, pre, gate, dpre,
     dgate, hidden)."""
     rows, pitch = dy.shape[0], configs.pick_pitch(hidden)
-    derive = _pointwise(_fused_mlp_derivative_kernel, dy, rows * pitch, activation)
+    derive = _pointwise(_fused_mlp_derivative_kernel, dy, rows, hidden, activation)
 
     def run(dy, w2, pre, gate, dpre: Optional, dgate: Optional, hidden: Optional) -> None:
         product = next((t for t in (dpre, dgate, hidden) if t is not None), None)
@@ -95,7 +95,9 @@ def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> C
         if (a.shape[1], b.shape[1]) == (cols, depth):
             torch.mm(a.mT, b, out=out)
         else:
-            out.copy_(torch.mm(a.mT, b)[:cols, :depth])
+            # With `out`, since autocast would round the operands of a product that has none to its dtype.
+            whole = out.new_empty((a.shape[1], b.shape[1]))
+            out.copy_(torch.mm(a.mT, b, out=whole)[:cols, :depth])
 
     return run
 
@@ -119,6 +121,8 @@ def _factor(like: torch.Tensor, width: int) -> Callable[[torch.Tensor], torch.Te
     return factor
 
 
-def _pointwise(kernel, like: torch.Tensor, count: int, activation: str) -> Launch:
-    grid = (triton.cdiv(count, BLOCK),)
-    return Launch(kernel, grid, like.device, (count,), ACTIVATION=activation, BLOCK=BLOCK, num_warps=4)
+def _pointwise(kernel, like: torch.Tensor, rows: int, cols: int, activation: str) -> Launch:
+    pitch = configs.pick_pitch(cols)
+    count = rows * pitch
+    options = dict(ACTIVATION=activation, PADDED=pitch != cols, BLOCK=BLOCK, num_warps=4)
+    return Launch(kernel, (triton.cdiv(count, BLOCK),), like.device, (count, cols, pitch), **options)

@@ -13,8 +13,29 @@ from .activation import _activation, _activation_and_gradient
 
 
 @triton.jit
-def _fused_mlp_activation_kernel(pre_ptr, gate_ptr, hidden_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """hidden = act(pre), or act(gate) · pre, for `count` elements; hidden may alias pre."""
+def _in_column(value, cols, pitch, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """The values of a CTA, zero from column `cols` of a row of `pitch` elements on: there a GEMM gives NaN if a row of
+    x or dy is not finite, which the next GEMM would multiply by zero. PADDED: whether there are such columns."""
+    if PADDED:
+        first = (tl.program_id(0).to(tl.int64) * BLOCK % pitch).to(tl.int32)
+        value = tl.where((first + tl.arange(0, BLOCK)) % pitch < cols, value, 0.0)
+    return value
+
+
+@triton.jit
+def _fused_mlp_activation_kernel(
+    pre_ptr,
+    gate_ptr,
+    hidden_ptr,
+    count,
+    cols,
+    pitch,
+    ACTIVATION: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """hidden = act(pre), or act(gate) · pre, for `count` elements, in rows of `pitch` that are zero from column `cols`
+    on; hidden may alias pre."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     pre = tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -22,6 +43,7 @@ def _fused_mlp_activation_kernel(pre_ptr, gate_ptr, hidden_ptr, count, ACTIVATIO
         hidden = _activation(pre, ACTIVATION)
     else:
         hidden = _activation(tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32), ACTIVATION) * pre
+    hidden = _in_column(hidden, cols, pitch, PADDED, BLOCK)
     tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
 
 
@@ -34,11 +56,14 @@ def _fused_mlp_derivative_kernel(
     dgate_ptr,
     hidden_ptr,
     count,
+    cols,
+    pitch,
     ACTIVATION: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes those of the gradients of pre and gate and the hidden that are not None, for `count` elements. dpre or
-    dgate may alias dhidden."""
+    """Writes those of the gradients of pre and gate and the hidden that are not None, for `count` elements, in rows of
+    `pitch` that are zero from column `cols` on. dpre or dgate may alias dhidden."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     dhidden = tl.load(dhidden_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -50,8 +75,11 @@ def _fused_mlp_derivative_kernel(
         factor, dgate = _activation_and_gradient(gate, dhidden * pre, ACTIVATION)
         hidden, dpre = factor * pre, dhidden * factor
         if dgate_ptr is not None:
+            dgate = _in_column(dgate, cols, pitch, PADDED, BLOCK)
             tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
     if dpre_ptr is not None:
+        dpre = _in_column(dpre, cols, pitch, PADDED, BLOCK)
         tl.store(dpre_ptr + at, dpre.to(dpre_ptr.dtype.element_ty), mask=inside)
     if hidden_ptr is not None:
+        hidden = _in_column(hidden, cols, pitch, PADDED, BLOCK)
         tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)

@@ -92,9 +92,11 @@ def _fused_mlp_single_kernel(
             pre = _activation(pre, ACTIVATION)
         pre = tl.where(col_mask, pre, 0.0).to(w2_ptr.dtype.element_ty)
         w2_mask = (col < loaded)[:, None] & out_mask
-        w2 = tl.load(w2_ptr + wide_col[:, None] * stride_2k + out_col[None, :] * stride_2n, mask=w2_mask, other=0.0)
+        from_w2 = w2_ptr + wide_col[:, None] * stride_2k + out_col.to(tl.int64)[None, :] * stride_2n
+        w2 = tl.load(from_w2, mask=w2_mask, other=0.0)
         acc = tl.dot(pre, w2, acc, input_precision="ieee")
     if b2_ptr is not None:
-        acc += tl.load(b2_ptr + out_col * stride_b2, mask=out_col < dim_out, other=0.0).to(tl.float32)[None, :]
+        from_b2 = b2_ptr + out_col.to(tl.int64) * stride_b2
+        acc += tl.load(from_b2, mask=out_col < dim_out, other=0.0).to(tl.float32)[None, :]
     out = out_ptr + (split.to(tl.int64) * rows + row.to(tl.int64)[:, None]) * dim_out + out_col[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=row_mask & out_mask)

@@ -152,6 +152,45 @@ def test_values_beyond_the_last_column_do_not_matter() -> None:
     assert torch.autograd.grad(y, tensors["x"], dy)[0][others].isfinite().all()
 
 
+def same_places(tensors: Operands, activation: str, **options: Any) -> None:
+    """Checks that y and the gradients have NaN and inf in the same places as PyTorch's, where a row of x and one of dy
+    have inf. Operands of one sign give no inf - inf. With relu w1 is below 0 and the hidden 0, else y has inf."""
+    made = {n: -t.abs() if n == "w1" and activation == "relu" else t.abs() for n, t in tensors.items()}
+    made["x"][1, 2] = torch.inf
+    found = []
+    for op, more in ((fused_mlp, options), (fused_mlp_reference, {})):
+        leaves = {n: t.detach().requires_grad_() for n, t in made.items()}
+        y = op(**leaves, activation=activation, **more)
+        dy = torch.ones_like(y)
+        dy[3, 0] = torch.inf
+        found.append((y.detach(), *torch.autograd.grad(y, list(leaves.values()), dy)))
+    for name, ours, want in zip(("y", *made), *found, strict=True):
+        assert torch.equal(ours.isnan(), want.isnan()) and torch.equal(ours.isinf(), want.isinf()), name
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("version", ["triton", "library", "passes"])
+def test_what_is_not_finite_is_where_pytorch_has_it(
+    version: str, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns past the last one of the hidden must not give 0 · inf = NaN."""
+    use = configs.Versions(cuda=False, library=version != "triton", passes=version == "passes", narrow=False)
+    monkeypatch.setattr(configs, "pick_versions", mock.Mock(return_value=use))
+    for names in ("x w1 w2 b1", "x w1 w2 w_gate"):
+        for save in ("activations", "input"):
+            same_places(operands(70, 16, 37, 24, names), activation, save=save)
+
+
+def test_autocast_does_not_change_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """w2's gradient is a part of a larger product by the library, since the rows of the hidden are padded."""
+    use = configs.Versions(cuda=False, library=True, passes=True, narrow=False)
+    monkeypatch.setattr(configs, "pick_versions", mock.Mock(return_value=use))
+    tensors = operands(21, 16, 37, 24, dtype=torch.float16)
+    want = gradients(fused_mlp, tensors)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(fused_mlp, tensors), want, strict=True))
+
+
 def test_several_tiles_and_parts() -> None:
     """There are more tiles than persistent CTAs, and gradients use split-K."""
     tensors = operands(40, 20, 50, 24)
@@ -230,6 +269,18 @@ def test_a_stride_times_a_block_may_exceed_32_bits() -> None:
         torch.testing.assert_close(
             fused_mlp(x, **rest, backend=backend), fused_mlp(x.contiguous(), **rest, backend=backend)
         )
+
+
+@pytest.mark.parametrize("backend", ["fused", "two_gemms"])
+def test_rows_of_w2_may_be_far_apart(backend: str) -> None:
+    """The last row of w2, and of b2, is 2^31 elements after the first, which would be before it in 32 bits."""
+    rest = operands(3, 17, 5, 3, "x w1 w2 b2", torch.float16)
+    want = fused_mlp(**rest, backend=backend)
+    memory = torch.empty(2**31 + 8, dtype=torch.float16, device=DEVICE)
+    for name, sizes, strides, start in (("w2", (3, 5), (2**30, 1), 0), ("b2", (3,), (2**30,), 7)):
+        rest[name] = memory.as_strided(sizes, strides, start).copy_(rest[name])
+    with addresses.checked():
+        torch.testing.assert_close(fused_mlp(**rest, backend=backend), want)
 
 
 def test_sizes_that_tiles_cannot_count_are_errors() -> None:

@@ -19,7 +19,7 @@ from .activation import ACTIVATIONS
 from .launch import forget
 from .op import fused_mlp
 from .sm90 import cuda_driver, narrow
-from .test_fused_mlp import agrees, gradients, operands
+from .test_fused_mlp import agrees, gradients, operands, same_places
 
 SOURCE = Path(narrow.__file__).with_name("narrow.cu")
 EPILOGUES = ("ACT", "GATE", "DACT", "DGATE")
@@ -225,3 +225,10 @@ def test_what_is_not_finite_stays_in_its_row(compiler: None) -> None:
     others = torch.arange(300, device="cuda") != 77
     y = fused_mlp(**tensors, backend="narrow")
     assert torch.equal(y[others], want[others]) and not y[77].isfinite().any()
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_what_is_not_finite_is_where_pytorch_has_it(compiler: None, activation: str) -> None:
+    for names in ("x w1 w2 b1", "x w1 w2 w_gate"):
+        same_places(operands(300, 128, 203, 136, names, torch.bfloat16), activation, backend="narrow")

@@ -16,7 +16,7 @@ from . import configs, launch
 from .activation import ACTIVATIONS
 from .op import fused_mlp
 from .sm90 import cuda_driver, products
-from .test_fused_mlp import agrees, gradients, operands
+from .test_fused_mlp import agrees, gradients, operands, same_places
 
 SOURCE = Path(products.__file__).with_name("products.cu")
 
@@ -187,12 +187,17 @@ def test_more_tiles_than_sms(compiler: None) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_layouts(compiler: None) -> None:
-    """Each GEMM with an operand that TMA cannot read uses Triton."""
-    tensors = operands(300, 128, 200, 136, "x w1 w2 w_gate", torch.bfloat16)
+    """Each GEMM with an operand that TMA cannot read uses Triton. It reads all four transposed, with and without a
+    gate."""
+    tensors = operands(304, 128, 200, 136, "x w1 w2 w_gate", torch.bfloat16)
     for name, t in tensors.items():
         wide = torch.randn(t.shape[0], 256, device="cuda", dtype=torch.bfloat16) * t.shape[1] ** -0.5
         for strided in (t.mT.contiguous().mT, wide[:, 16 : 16 + t.shape[1]], wide[:, 3 : 3 + t.shape[1]]):
             agrees({**tensors, name: strided}, backend="cuda")
+    turned = {name: t.mT.contiguous().mT for name, t in tensors.items()}
+    assert products.takes(*turned.values())
+    agrees(turned, backend="cuda")
+    agrees({name: t for name, t in turned.items() if name != "w_gate"}, backend="cuda")
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
@@ -203,6 +208,13 @@ def test_what_is_not_finite_stays_in_its_row(compiler: None) -> None:
     others = torch.arange(300, device="cuda") != 77
     y = fused_mlp(**tensors, backend="cuda")
     assert torch.equal(y[others], want[others]) and not y[77].isfinite().any()
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_what_is_not_finite_is_where_pytorch_has_it(compiler: None, activation: str) -> None:
+    for names in ("x w1 w2 b1", "x w1 w2 w_gate"):
+        same_places(operands(300, 128, 203, 136, names, torch.bfloat16), activation, backend="cuda")
 
 
 def each_config(monkeypatch: pytest.MonkeyPatch) -> Iterator[configs.CudaConfig]:

@@ -198,7 +198,7 @@ def _gradients_agree(tensors: Operands, activation: str = "silu", **options: str
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("save", ["input", "parameters"])
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("rows", [1, 127, 513, 5000])
+@pytest.mark.parametrize("rows", [1, 127, 513, 5000, heads_backward.CHUNK_ROWS + 1])
 def test_gradients(always: None, rows: int, dtype: torch.dtype, save: str) -> None:
     _gradients_agree(_operands(rows, 512, 1365, dtype=dtype), save=save)
 

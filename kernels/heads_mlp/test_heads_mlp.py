@@ -197,17 +197,20 @@ def _on_a_cpu(dpre: torch.Tensor, x: torch.Tensor, sums: torch.Tensor | None) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [heads_backward.CHUNK_ROWS + 1, 9001])
 @pytest.mark.parametrize("cuda", [True, False])
 @pytest.mark.parametrize("needs", NEEDS)
-def test_sums_by_the_library(needs: tuple[bool, bool, bool], cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two chunks, the second of another size; a hidden whose rows are padded; an incoming gradient of stride 0. The
-    gradient of the hidden is computed in CUDA C++, if that is possible, and in Triton."""
+def test_sums_by_the_library(
+    needs: tuple[bool, bool, bool], cuda: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two chunks, the second of one row or of some; a hidden whose rows are padded; an incoming gradient of stride 0.
+    The gradient of the hidden is computed in CUDA C++, if that is possible, and in Triton."""
     if not cuda:
         monkeypatch.setattr(heads_backward, "pick_cuda", lambda rows, possible: False)
-    shapes = ((9001, 96), (3, 37, 96), (3, 3, 37))
+    shapes = ((rows, 96), (3, 37, 96), (3, 3, 37))
     made = [torch.randn(shape, device="cuda").mul(shape[-1] ** -0.5).bfloat16() for shape in shapes]
-    assert heads_backward.pick_library(9001, torch.bfloat16, on_gpu=True)
-    dy = torch.randn(3, 3, device="cuda").bfloat16().expand(9001, 3, 3)
+    assert heads_backward.pick_library(rows, torch.bfloat16, on_gpu=True)
+    dy = torch.randn(3, 3, device="cuda").bfloat16().expand(rows, 3, 3)
     found = []
     for op, dtype in (
         (heads_mlp, torch.bfloat16),
@@ -226,6 +229,20 @@ def test_triton_beside_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads_backward, "pick_library", lambda *problem: True)
     monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda *problem: 20)
     _both(_inputs(rows=47, hidden=19, dim_out=5))
+
+
+@pytest.mark.parametrize("chunk", [32, pytest.param(16, marks=pytest.mark.gpu)])
+def test_autocast_does_not_change_gradients(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """w1's gradient of a single chunk, and of two, is by the library, for whose operands autocast has a dtype."""
+    monkeypatch.setattr(heads_backward, "pick_library", lambda *problem: True)
+    monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda *problem: chunk)
+    made, found = [t.detach().half() for t in _inputs(rows=30, hidden=19)], []
+    for enabled in (False, True):
+        leaves = [t.detach().requires_grad_() for t in made]
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=enabled):
+            y = heads_mlp(*leaves)
+            found.append((y, *torch.autograd.grad(y, leaves, torch.ones_like(y))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def _dhidden_in_pytorch(start, rows, x, w1, w2, dy_strides, activation, config, added):

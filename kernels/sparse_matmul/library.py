@@ -75,7 +75,9 @@ def dvalues_launch(rows: int, values: torch.Tensor, capability: tuple[int, int])
     gather = _tiled(_sparse_matmul_gather_kernel, values, (cols, depth), capability)
 
     def run(dz: torch.Tensor, x: torch.Tensor, metadata: torch.Tensor, dvalues: torch.Tensor) -> None:
-        gather(torch.mm(dz.view(rows, cols).mT, x.view(rows, depth)), metadata, dvalues)
+        dense = torch.empty_strided((cols, depth), (depth, 1), dtype=x.dtype, device=x.device)
+        torch.mm(dz.view(rows, cols).mT, x.view(rows, depth), out=dense)  # with `out` autocast casts nothing
+        gather(dense, metadata, dvalues)
 
     return run
 

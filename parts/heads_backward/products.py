@@ -33,7 +33,9 @@ def add_dw1(dpre: torch.Tensor, x: torch.Tensor, sums: Optional) -> torch.Tensor
 
 def dw1_of(dpre: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """dw1 of a single chunk, rounded once: [K · pitch, D] in the dtype of x."""
-    return torch.mm(dpre.flatten(1).mT, x)
+    # With `out`, since autocast would round the operands of a product that has none to its dtype.
+    wide = dpre.flatten(1).mT
+    return torch.mm(wide, x, out=x.new_empty((wide.shape[0], x.shape[1])))
 
 
 def rounded(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
