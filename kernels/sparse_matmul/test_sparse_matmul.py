@@ -196,6 +196,22 @@ def test_the_library_where_it_is_asked_for(monkeypatch):
     assert asked == ["dx_launch", "dvalues_launch"]
 
 
+def test_autocast_does_not_change_gradients_of_the_library(monkeypatch):
+    """The backward inside of autocast to another dtype, after the same plan has run outside of it."""
+    monkeypatch.setattr(configs, "pick_backend", lambda *_, **__: "library")
+    values, metadata = compress(pruned(8, 16, torch.float16))
+    x = torch.randn(3, 16, device=DEVICE, dtype=torch.float16)
+
+    def gradients(enabled: bool) -> tuple[torch.Tensor, ...]:
+        leaves = [x.clone().requires_grad_(), values.clone().requires_grad_()]
+        y = sparse_matmul(leaves[0], Compressed(leaves[1], metadata))
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
+            return torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    wanted, found = gradients(False), gradients(True)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("save", [False, True])
 def test_what_the_op_says_of_its_results(save):
     x, (values, metadata) = torch.randn(2, 3, 16, device=DEVICE), compress(pruned(8, 16))
