@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -203,6 +204,17 @@ def test_heads_inside_rows_are_read_in_place(monkeypatch):
 def test_a_layout_without_unit_stride_is_copied_once():
     q, k, v = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in tensors(20, 33))
     close(everything(attention, [q, k, v]), everything(attention, [t.contiguous() for t in (q, k, v)]))
+
+
+@pytest.mark.parametrize("passing", [False, True])
+@pytest.mark.parametrize("queries", [4, 16, 20])
+def test_sliding_windows_over_one_sequence(queries, passing):
+    """Of `unfold`: rows overlap, and rows and columns both have stride 1. So they do in what torch.empty_like makes."""
+    q, k, v = (normal(1, 2, n + 15).unfold(2, 16, 1) for n in (queries, 9, 9))
+    assert q.stride()[2:] == (1, 1)
+    with Passing() if passing else nullcontext():
+        mine = everything(attention, [q, k, v])
+    close(mine, everything(attention, [t.contiguous() for t in (q, k, v)]))
 
 
 def test_gradient_of_lse_alone():
