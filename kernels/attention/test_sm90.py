@@ -14,6 +14,7 @@ from . import attention
 from .configs import backward as backward_configs
 from .configs.backward import Schedule
 from .problem import Problem, Saved
+from .reference import attention_reference
 from .sm90 import backward, cuda_driver
 from .test_attention import DEVICE, everything, normal
 from .test_backward_configs import QUERY_TILES
@@ -54,6 +55,23 @@ def test_versions_of_the_forward_agree(version, dim, causal, dtype):
     torch.testing.assert_close(out, other, rtol=2e-2, atol=2e-3)
     torch.testing.assert_close(lse, other_lse, rtol=1e-5, atol=1e-4)
     assert torch.equal(out, attend(leaves, version, **options)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("version", "dim"), [("portable", 64), ("split", 64), ("gluon", 64), ("cuda", 64), ("cuda", 128)]
+)
+def test_a_score_of_inf_makes_its_row_nan(version, dim, causal):
+    """out, lse and, for keys that the row sees, all gradients: in every version as in the reference."""
+    leaves, _ = on_hopper(dim, False, torch.bfloat16)
+    leaves = [x[:1, :2, :rows].clone() for x, rows in zip(leaves, (200, 300, 300), strict=True)]
+    leaves[0][0, 1, 199, 5] = math.inf  # of the last query, which sees all keys
+    for version_of_backward in ("separate", "cuda"):
+        mine = everything(attention, leaves, causal=causal, forward=version, backward=version_of_backward)
+        other = everything(attention_reference, leaves, causal=causal)
+        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), mine, other, strict=True):
+            assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf()), name
 
 
 def near(mine, other) -> None:
