@@ -238,6 +238,25 @@ def test_all_scores_far_below_zero(form, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 
+def hide_a_key(q: torch.Tensor, k: torch.Tensor, key: int) -> None:
+    """Makes a column of k a bias, which the queries' 1 adds to the scores: −inf for this key, so that none sees it."""
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, :, key, 0] = -math.inf
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("queries", [1, 37, 64])
+def test_a_bias_of_minus_infinity_in_a_column_of_k(queries, form):
+    """Nor do the queries that pad a tile see that key: its gradients are 0, however many they are. That of the column
+    itself is NaN, as in the reference."""
+    q, k, v = tensors(queries, 41)
+    hide_a_key(q, k, 7)
+    mine = everything(attention, [q, k, v], backward=form)
+    other = everything(attention_reference, [q, k, v])
+    for a, b in zip(mine, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("needed", ["q", "k"])
 def test_no_kernel_for_a_gradient_that_nobody_wants(needed, monkeypatch):
     called = []
