@@ -16,7 +16,7 @@ from .configs.backward import Schedule
 from .problem import Problem, Saved
 from .reference import attention_reference
 from .sm90 import backward, cuda_driver
-from .test_attention import DEVICE, everything, normal
+from .test_attention import DEVICE, everything, hide_a_key, normal
 from .test_backward_configs import QUERY_TILES
 
 
@@ -158,6 +158,33 @@ def test_backward_in_cuda_agrees(dim, tile, causal, dtype, monkeypatch):
     )  # not cached
     mine = everything(attention, leaves, backward="cuda", **options)
     near(mine, everything(attention, leaves, backward="separate", **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "tile", "keys", "schedule"),
+    [
+        *((dim, tile, 100, Schedule.SINGLE_BLOCK) for dim, tile in ((64, 128), (128, 64))),
+        *((dim, tile, 300, Schedule.PERSISTENT) for dim, tile in ((64, 128), (128, 64))),
+        (64, 128, 300, Schedule.CTA_PER_BLOCK),
+        (128, 64, 300, Schedule.CTA_PER_KV_HEAD),
+        *((128, tile, 300, Schedule.ROLES) for tile in (64, 80)),
+    ],
+)
+def test_a_bias_of_minus_infinity_and_the_backward_in_cuda(dim, tile, keys, schedule, causal, monkeypatch):
+    """A key that no query sees has gradients of 0, also where queries pad a tile: 0 · inf would be NaN."""
+    on_hopper(dim, causal, torch.bfloat16)
+    leaves = [normal(2, 2, rows, dim, dtype=torch.bfloat16) for rows in (70, keys, keys)]
+    hide_a_key(*leaves[:2], 7)
+    attend(leaves, "cuda", causal=causal)
+    config = backward_configs.CudaBackwardConfig(tile, 1, schedule=schedule, span=int(schedule is Schedule.ROLES))
+    monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_: config)
+    mine = everything(attention, leaves, causal=causal, backward="cuda")
+    other = everything(attention_reference, leaves, causal=causal)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), mine, other, strict=True):
+        assert torch.equal(a.isnan(), b.isnan()), name
+    near([x.nan_to_num() for x in mine], [x.nan_to_num() for x in other])
 
 
 @pytest.mark.gpu
