@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from .configs import backward as backward_configs
 from .configs.backward import Schedule
 from .problem import Problem, Saved
 from .reference import attention_reference
-from .sm90 import backward, cuda_driver
+from .sm90 import backward, cuda_driver, forward
 from .test_attention import DEVICE, everything, hide_a_key, normal
 from .test_backward_configs import QUERY_TILES
 
@@ -279,6 +280,20 @@ def test_the_deterministic_mode_picks_a_repeatable_backward():
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(picked, separate, strict=True))
+
+
+def test_any_scale_is_a_parameter_of_the_forward_in_cuda(monkeypatch):
+    """The slack is divided by it, and must not exceed fp32's range."""
+    _, told = recorded(monkeypatch)
+    monkeypatch.setattr(cuda_driver, "kernels", lambda *_: ["forward"])
+    monkeypatch.setattr(forward, "tensor_map", lambda *arguments: lambda address: arguments)
+    monkeypatch.setattr(Problem, "sms", lambda self: 4)
+    q, k, v = (normal(1, 2, rows, 64, dtype=torch.float16) for rows in (70, 90, 90))
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=DEVICE)
+    for scale in (1e-40, 1.0):
+        forward.cuda_fwd_plan(Problem(q, k, v, scale, -1, -1, 90), out)(q, k, v, out, lse)
+        scale_log2, slack = struct.unpack("=ff", struct.pack("=ff", *told[-1].values[9:11]))
+        assert scale_log2 == pytest.approx(scale / math.log(2), rel=1e-3) and 0 < slack * scale_log2 <= 8.001
 
 
 @pytest.mark.parametrize("persistent", [False, True])
