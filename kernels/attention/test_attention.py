@@ -16,6 +16,7 @@ from .bench import visible
 from .configs import forward as forward_configs
 from .configs import portable as configs
 from .configs.portable import Config
+from .op_blocks import attention_in_blocks
 from .portable import forward, fused_backward, key_gradients, query_gradient, split
 from .problem import Problem, zero
 from .reference import attention_reference
@@ -215,6 +216,7 @@ def test_sliding_windows_over_one_sequence(queries, passing):
     with Passing() if passing else nullcontext():
         mine = everything(attention, [q, k, v])
     close(mine, everything(attention, [t.contiguous() for t in (q, k, v)]))
+    close((attention_in_blocks(q, k, v),), mine[:1])
 
 
 def test_gradient_of_lse_alone():
