@@ -7,6 +7,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .op_partial import attention_delta, attention_partial, attention_partial_backward
+from .problem import empty_like
 
 
 def attention_in_blocks(
@@ -34,7 +35,7 @@ class _InBlocks(torch.autograd.Function):
         ctx.spans = _spans(keys, blocks)
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-        result = torch.empty_like(q)
+        result = empty_like(q)
         for number, (first, last) in enumerate(ctx.spans):
             block = (x[:, :, first:last] for x in (k, v))
             to = result if number == blocks - 1 else None

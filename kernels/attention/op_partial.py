@@ -20,7 +20,7 @@ from .portable.delta import given_terms, row_sums
 from .portable.forward import portable_fwd
 from .portable.key_gradients import key_gradients
 from .portable.query_gradient import query_gradient
-from .problem import Problem, readable
+from .problem import MOST_STRIDE, Problem, readable
 from .sm90.backward_accumulate import accumulators_unsupported_reason, cuda_partial_bwd_plan
 from .sm90.forward import cuda_partial_fwd_plan, cuda_unsupported_reason
 
@@ -374,6 +374,8 @@ def _check_forward(q, k, v, out, lse, result, version) -> None:
     check_qkv(name, q, k, v)
     _check_fp32(name, "out", out, q.shape, q)
     _check_lse(name, "lse", lse, q)
+    if lse.numel() and _expanded(lse):
+        raise ValueError(f"{name}: lse must not be expanded, as it is written, got strides {lse.stride()}")
     _check_result(name, result, q)
     _check_version(name, version)
 
@@ -410,6 +412,7 @@ def _check_result(name: str, result: object, q: torch.Tensor) -> None:
         raise ValueError(
             f"{name}: result must be like q with contiguous rows, got {tuple(result.shape)} on {result.device}"
         )
+    _check_rows(name, "result", result)
 
 
 def _check_fp32(name: str, label: str, tensor: object, shape: torch.Size, q: torch.Tensor) -> None:
@@ -418,9 +421,18 @@ def _check_fp32(name: str, label: str, tensor: object, shape: torch.Size, q: tor
     if tensor.shape != shape or tensor.device != q.device:
         wanted = f"shape {tuple(shape)} on {q.device}"
         raise ValueError(f"{name}: {label} must have {wanted}, got {tuple(tensor.shape)} on {tensor.device}")
-    expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.numel() and tensor.dim() == 4 and (tensor.stride(3) != 1 or expanded):
+    if tensor.dim() == 4:
+        _check_rows(name, label, tensor)
+
+
+def _check_rows(name: str, label: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for memory to which the kernels cannot write rows of D."""
+    if tensor.numel() and (tensor.stride(3) != 1 or tensor.stride(2) > MOST_STRIDE or _expanded(tensor)):
         raise ValueError(f"{name}: {label} must have contiguous rows, not expanded, got strides {tensor.stride()}")
+
+
+def _expanded(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _check_lse(name: str, label: str, tensor: torch.Tensor, q: torch.Tensor) -> None:

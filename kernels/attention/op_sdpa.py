@@ -48,11 +48,12 @@ def flash_forward(
     *,
     scale: float | None = None,
 ) -> tuple:
-    """Implements aten::_scaled_dot_product_flash_attention. Raises RuntimeError for dropout, a debug mask, and a causal
-    mask with more or fewer queries than keys, where PyTorch aligns query 0 with key 0."""
+    """Implements aten::_scaled_dot_product_flash_attention. Raises RuntimeError for dropout, a debug mask, a scale
+    that is not positive, and a causal mask with more or fewer queries than keys, where PyTorch aligns query 0 with
+    key 0."""
     if return_debug_mask:
         raise RuntimeError(f"{NAME}: return_debug_mask must be False, got True")
-    _check(query, key, dropout_p, is_causal)
+    _check(query, key, dropout_p, is_causal, scale)
     out, lse, _ = _forward(query, key, value, _options(query, key, is_causal, scale))
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     offset = torch.zeros((), dtype=torch.uint64, device=query.device)
@@ -79,13 +80,13 @@ def flash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Implements aten::_scaled_dot_product_flash_attention_backward. logsumexp and out may cover more keys than `key`
     has, as in ring attention: the gradients are then the contribution of this block of keys."""
-    _check(query, key, dropout_p, is_causal)
+    _check(query, key, dropout_p, is_causal, scale)
     tensors = (grad_out, None, query, key, value, out, logsumexp.contiguous(), None)
     dq, dk, dv = _backward(tensors, _options(query, key, is_causal, scale), True, True)
     return dq, dk, dv
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, dropout_p: float, is_causal: bool) -> None:
+def _check(query: torch.Tensor, key: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> None:
     if dropout_p:
         raise RuntimeError(f"{NAME}: dropout_p must be 0, got {dropout_p}")
     if query.dtype not in (torch.float16, torch.bfloat16):
@@ -93,6 +94,8 @@ def _check(query: torch.Tensor, key: torch.Tensor, dropout_p: float, is_causal: 
     if is_causal and query.shape[2] != key.shape[2]:
         lengths = f"{query.shape[2]} queries and {key.shape[2]} keys"
         raise RuntimeError(f"{NAME}: is_causal requires as many queries as keys, got {lengths}")
+    if scale is not None and not 0 < scale < math.inf:
+        raise RuntimeError(f"{NAME}: scale must be positive and finite, got {scale}")
 
 
 def _options(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: float | None) -> tuple:

@@ -11,6 +11,7 @@ import torch
 from .problem import Problem
 from .sm90.backward_accumulate import cuda_partial_bwd_plan
 from .sm90.forward import cuda_partial_fwd_plan
+from .test_attention import hide_a_key
 
 pytestmark = pytest.mark.gpu(min_capability=(9, 0))
 DTYPES = (torch.bfloat16, torch.float16)
@@ -102,7 +103,8 @@ def test_blocks_of_keys_add_up(dtype, dim, layout, heads, kv_heads, queries, blo
 
 @pytest.mark.parametrize("dim", (64, 128))
 def test_infinite_and_nan_scores_reach_the_running_attention(dim):
-    """inf and NaN of one block appear in exactly the rows that see them, for any order of blocks."""
+    """inf and NaN of one block appear in exactly the rows that see them, for any order of blocks. lse is NaN in both
+    rows, as that of `attention`."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 256, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     q[0, 0, 3, 0], q[0, 1, 7, 1] = math.nan, math.inf
@@ -114,4 +116,25 @@ def test_infinite_and_nan_scores_reach_the_running_attention(dim):
     bad = torch.zeros(1, 2, 256, dtype=torch.bool, device="cuda")
     bad[0, 0, 3] = bad[0, 1, 7] = True
     assert torch.equal(out.isfinite().all(3), ~bad)
-    assert torch.equal(lse.isfinite(), ~bad)
+    assert torch.equal(lse.isnan(), bad) and lse[~bad].isfinite().all()
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("queries", (40, 70))
+@pytest.mark.parametrize("dim", (64, 128))
+def test_a_bias_of_minus_infinity_in_a_column_of_k(dim, queries, causal):
+    """A key that no query sees has gradients of 0, also where queries pad a tile: 0 · inf would be NaN."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, dim, device="cuda", dtype=torch.bfloat16) for n in (queries, 300, 300))
+    hide_a_key(q, k, 7)
+    dout = torch.randn_like(q)
+    out, lse, *want = _oracle(q, k, v, dout, 300 - queries, causal)
+    lse, delta = lse.float(), (dout.double() * out).sum(3).float()
+    sums = [torch.zeros(x.shape, device="cuda") for x in (q, k, v)]
+    problem = Problem(q, k, v, 1 / math.sqrt(dim), -1, 0 if causal else -1, 300)
+    plan = cuda_partial_bwd_plan(problem, 300 - queries, dout, lse, *sums)
+    plan(q, k, v, dout, lse, delta, *sums, None)
+    for name, mine, right in zip(("dq", "dk", "dv"), sums, want, strict=True):
+        assert torch.equal(mine.isnan(), right.isnan()), name
+        error = ((mine.double() - right).nan_to_num().norm() / right.nan_to_num().norm()).item()
+        assert error < 1e-2, f"{name}: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from .bench import visible
 from .configs import forward as forward_configs
 from .configs import portable as configs
 from .configs.portable import Config
+from .op_blocks import attention_in_blocks
 from .portable import forward, fused_backward, key_gradients, query_gradient, split
 from .problem import Problem, zero
 from .reference import attention_reference
@@ -205,6 +207,18 @@ def test_a_layout_without_unit_stride_is_copied_once():
     close(everything(attention, [q, k, v]), everything(attention, [t.contiguous() for t in (q, k, v)]))
 
 
+@pytest.mark.parametrize("passing", [False, True])
+@pytest.mark.parametrize("queries", [4, 16, 20])
+def test_sliding_windows_over_one_sequence(queries, passing):
+    """Of `unfold`: rows overlap, and rows and columns both have stride 1. So they do in what torch.empty_like makes."""
+    q, k, v = (normal(1, 2, n + 15).unfold(2, 16, 1) for n in (queries, 9, 9))
+    assert q.stride()[2:] == (1, 1)
+    with Passing() if passing else nullcontext():
+        mine = everything(attention, [q, k, v])
+    close(mine, everything(attention, [t.contiguous() for t in (q, k, v)]))
+    close((attention_in_blocks(q, k, v),), mine[:1])
+
+
 def test_gradient_of_lse_alone():
     q, k, v = tensors(9, 20)
     leaf = q.requires_grad_()
@@ -224,6 +238,25 @@ def test_all_scores_far_below_zero(form, monkeypatch):
     assert mine[1].max() < -100
     for a, b in zip(mine, everything(attention_reference, leaves), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def hide_a_key(q: torch.Tensor, k: torch.Tensor, key: int) -> None:
+    """Makes a column of k a bias, which the queries' 1 adds to the scores: −inf for this key, so that none sees it."""
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, :, key, 0] = -math.inf
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("queries", [1, 37, 64])
+def test_a_bias_of_minus_infinity_in_a_column_of_k(queries, form):
+    """Nor do the queries that pad a tile see that key: its gradients are 0, however many they are. That of the column
+    itself is NaN, as in the reference."""
+    q, k, v = tensors(queries, 41)
+    hide_a_key(q, k, 7)
+    mine = everything(attention, [q, k, v], backward=form)
+    other = everything(attention_reference, [q, k, v])
+    for a, b in zip(mine, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("needed", ["q", "k"])

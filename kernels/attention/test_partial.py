@@ -9,6 +9,7 @@ import torch
 
 from . import attention, attention_delta, attention_partial, attention_partial_backward, op_partial
 from .op_blocks import attention_in_blocks
+from .problem import MOST_STRIDE
 from .reference import attention_reference
 
 
@@ -359,6 +360,14 @@ def test_what_is_rejected(device):
         attention_partial(q, k, v, out, lse, causal=True, q_offset=1.5)
     with pytest.raises(ValueError, match="not expanded"):
         attention_partial(q, k, v, out[:, :1].expand_as(out), lse)
+    with pytest.raises(ValueError, match="lse must not be expanded"):
+        attention_partial(q[:1], k[:1], v[:1], out[:1], lse[:1, :1].expand_as(lse[:1]))
+    with pytest.raises(ValueError, match="result must have contiguous rows, not expanded"):
+        attention_partial(q, k, v, out, lse, result=torch.empty_like(q[:, :1]).expand_as(q))
+    apart = torch.empty(2 * out.numel() + 5 * MOST_STRIDE, device=device)
+    apart = apart.as_strided(out.shape, (32, 16, MOST_STRIDE + 1, 1))
+    with pytest.raises(ValueError, match="contiguous rows"):
+        attention_partial(q, k, v, apart, lse)
     with pytest.raises(ValueError, match="version must be one of"):
         attention_partial(q, k, v, out, lse, version="triton")
     with pytest.raises(ValueError, match="dq must be given with result, got None"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,8 +15,9 @@ from . import attention
 from .configs import backward as backward_configs
 from .configs.backward import Schedule
 from .problem import Problem, Saved
-from .sm90 import backward, cuda_driver
-from .test_attention import DEVICE, everything, normal
+from .reference import attention_reference
+from .sm90 import backward, cuda_driver, forward
+from .test_attention import DEVICE, everything, hide_a_key, normal
 from .test_backward_configs import QUERY_TILES
 
 
@@ -54,6 +56,23 @@ def test_versions_of_the_forward_agree(version, dim, causal, dtype):
     torch.testing.assert_close(out, other, rtol=2e-2, atol=2e-3)
     torch.testing.assert_close(lse, other_lse, rtol=1e-5, atol=1e-4)
     assert torch.equal(out, attend(leaves, version, **options)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("version", "dim"), [("portable", 64), ("split", 64), ("gluon", 64), ("cuda", 64), ("cuda", 128)]
+)
+def test_a_score_of_inf_makes_its_row_nan(version, dim, causal):
+    """out, lse and, for keys that the row sees, all gradients: in every version as in the reference."""
+    leaves, _ = on_hopper(dim, False, torch.bfloat16)
+    leaves = [x[:1, :2, :rows].clone() for x, rows in zip(leaves, (200, 300, 300), strict=True)]
+    leaves[0][0, 1, 199, 5] = math.inf  # of the last query, which sees all keys
+    for version_of_backward in ("separate", "cuda"):
+        mine = everything(attention, leaves, causal=causal, forward=version, backward=version_of_backward)
+        other = everything(attention_reference, leaves, causal=causal)
+        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), mine, other, strict=True):
+            assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf()), name
 
 
 def near(mine, other) -> None:
@@ -140,6 +159,33 @@ def test_backward_in_cuda_agrees(dim, tile, causal, dtype, monkeypatch):
     )  # not cached
     mine = everything(attention, leaves, backward="cuda", **options)
     near(mine, everything(attention, leaves, backward="separate", **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "tile", "keys", "schedule"),
+    [
+        *((dim, tile, 100, Schedule.SINGLE_BLOCK) for dim, tile in ((64, 128), (128, 64))),
+        *((dim, tile, 300, Schedule.PERSISTENT) for dim, tile in ((64, 128), (128, 64))),
+        (64, 128, 300, Schedule.CTA_PER_BLOCK),
+        (128, 64, 300, Schedule.CTA_PER_KV_HEAD),
+        *((128, tile, 300, Schedule.ROLES) for tile in (64, 80)),
+    ],
+)
+def test_a_bias_of_minus_infinity_and_the_backward_in_cuda(dim, tile, keys, schedule, causal, monkeypatch):
+    """A key that no query sees has gradients of 0, also where queries pad a tile: 0 · inf would be NaN."""
+    on_hopper(dim, causal, torch.bfloat16)
+    leaves = [normal(2, 2, rows, dim, dtype=torch.bfloat16) for rows in (70, keys, keys)]
+    hide_a_key(*leaves[:2], 7)
+    attend(leaves, "cuda", causal=causal)
+    config = backward_configs.CudaBackwardConfig(tile, 1, schedule=schedule, span=int(schedule is Schedule.ROLES))
+    monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_: config)
+    mine = everything(attention, leaves, causal=causal, backward="cuda")
+    other = everything(attention_reference, leaves, causal=causal)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), mine, other, strict=True):
+        assert torch.equal(a.isnan(), b.isnan()), name
+    near([x.nan_to_num() for x in mine], [x.nan_to_num() for x in other])
 
 
 @pytest.mark.gpu
@@ -234,6 +280,20 @@ def test_the_deterministic_mode_picks_a_repeatable_backward():
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(picked, separate, strict=True))
+
+
+def test_any_scale_is_a_parameter_of_the_forward_in_cuda(monkeypatch):
+    """The slack is divided by it, and must not exceed fp32's range."""
+    _, told = recorded(monkeypatch)
+    monkeypatch.setattr(cuda_driver, "kernels", lambda *_: ["forward"])
+    monkeypatch.setattr(forward, "tensor_map", lambda *arguments: lambda address: arguments)
+    monkeypatch.setattr(Problem, "sms", lambda self: 4)
+    q, k, v = (normal(1, 2, rows, 64, dtype=torch.float16) for rows in (70, 90, 90))
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=DEVICE)
+    for scale in (1e-40, 1.0):
+        forward.cuda_fwd_plan(Problem(q, k, v, scale, -1, -1, 90), out)(q, k, v, out, lse)
+        scale_log2, slack = struct.unpack("=ff", struct.pack("=ff", *told[-1].values[9:11]))
+        assert scale_log2 == pytest.approx(scale / math.log(2), rel=1e-3) and 0 < slack * scale_log2 <= 8.001
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -13,7 +13,7 @@ from .portable.backward import separate_bwd
 from .portable.forward import portable_fwd
 from .portable.fused_backward import fused_bwd
 from .portable.split import split_fwd
-from .problem import Problem, Saved, empty_like, readable, zero
+from .problem import Problem, Saved, empty_like, keeps_order, readable, zero
 from .sm90.backward import cuda_bwd_is_deterministic, cuda_bwd_plan
 from .sm90.forward import cuda_fwd_plan, cuda_unsupported_reason
 from .sm90.fp8 import fp8_fwd, fp8_unsupported_reason
@@ -49,7 +49,7 @@ def fwd_plan(
         lse = torch.empty_strided(shape, lse_strides, dtype=torch.float32, device=device)
         return out, lse, empty_statistics(q) if exact else None
 
-    in_place = readable(q) is q
+    in_place = keeps_order(q)
     if q.numel() == 0 or keys == 0:
 
         def nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results:

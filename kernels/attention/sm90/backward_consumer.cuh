@@ -191,9 +191,11 @@ DEVICE void consume(const KeyGradients& dk_map, const KeyGradients& dv_map, cons
     };
     // Once S is complete: probabilities, overlapped with the GEMM of dP. Then dS, to registers and to shared memory.
     auto softmax = [&](int t) {
+        const int end = p.queries - tile_index(base, q.slot) * BM;
         wgmma_wait<1>();
         pin(s);
         hide(me, p, s, w.first_key + me.wg * 64, diagonal, q.slot);
+        if (end < BM) mask_end(s, end - me.lane % 4 * 2);
         if (SCHEDULE == SINGLE_BLOCK) bar_wait(base + ROWS_FULL + 8 * g.slot, g.parity);
         probabilities(s, base + LSE_AT + (SCHEDULE == SINGLE_BLOCK ? g.slot : q.slot) * BM * 4 + me.pairs,
                       p.scale_log2);

@@ -185,9 +185,11 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
         }
     };
     auto softmax = [&](int t) {
+        const int end = p.queries - tile_index(base, q.slot) * BM;
         wgmma_wait<1>();
         pin(s);
         hide();
+        if (end < BM) mask_end(s, end - lane % 4 * 2);
         probabilities(s, base + LSE_AT + q.slot * BM * 4 + pairs, p.scale_log2);
         wgmma_wait<0>();
         pin(dp);

@@ -302,8 +302,7 @@ DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& 
         bool none = sum == 0.0f;  // no key was seen (a NaN sum is not 0)
         float factor = none ? 0.0f : 1.0f / sum;
         const bool inside = (u32)row < (u32)a.num_q;
-        float lse = none ? NEGATIVE_INFINITY : (rows.scaled[r] + __log2f(sum)) * 0.6931471805599453f;
-        if (rows.max[r] == -NEGATIVE_INFINITY) lse = rows.max[r];  // +inf as in PyTorch, though out is NaN
+        const float lse = none ? NEGATIVE_INFINITY : (rows.scaled[r] + __log2f(sum)) * 0.6931471805599453f;
         if (lane % 4 == 0 && inside) a.lse[(u64)all_head * a.num_q + row] = lse;
 #pragma unroll
         for (int i = 2 * r; i < O_REGS; i += 16) {

@@ -84,6 +84,7 @@ def _plan(problem: Problem, shift: int, out: torch.Tensor, carry: int, layout: s
     q_map = tensor_map(q, problem.queries, ROWS)
     k_map, v_map = (tensor_map(x, problem.keys, config.block_n) for x in (k, v))
     scale_log2, out_strides = problem.scale * LOG2_E, out.stride()[:3]
+    slack = min(SLACK / scale_log2, torch.finfo(torch.float32).max)  # in units of raw scores
     sizes = (num_tiles, num_m, of_section, heads, q.shape[1], problem.group, problem.queries, problem.keys, shift)
 
     def start(
@@ -101,7 +102,7 @@ def _plan(problem: Problem, shift: int, out: torch.Tensor, carry: int, layout: s
             *out_strides,
             address(counter),
             scale_log2,
-            SLACK / scale_log2,
+            slack,
             *sizes,
             *more,
         )

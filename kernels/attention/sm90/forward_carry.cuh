@@ -39,8 +39,7 @@ DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& 
         const float before = inside ? line[row] : NEGATIVE_INFINITY;
         const float sum = quad_sum(rows.sum[r]);
         const bool none = sum == 0.0f;  // no key was seen (a NaN sum is not 0)
-        float lse = none ? NEGATIVE_INFINITY : (rows.scaled[r] + __log2f(sum)) * LN_2;
-        if (rows.max[r] == -NEGATIVE_INFINITY) lse = rows.max[r];  // +inf as in PyTorch, though out is NaN
+        const float lse = none ? NEGATIVE_INFINITY : (rows.scaled[r] + __log2f(sum)) * LN_2;
         const Merge merge(before, lse, sum);
         __syncwarp();  // all lanes of the row have read its lse
         if (quad == 0 && inside) line[row] = merge.lse;
