@@ -61,7 +61,10 @@ def _add_key_gradients(
         block = tl.load(list_ptr + step // SPLIT)
         start = block * BLOCK + step % SPLIT * BLOCK_M
         wide = start.to(tl.int64)
-        q = _load_rows(q_ptr + wide * stride_qm, row, cols, stride_qm, queries - start, dim, not EVEN_M, EVEN_D)
+        # Padding queries are copies of the last one. Were they zeros, their scores with an infinite key would be NaN,
+        # and so would p, although lse2 is +inf. The score of a copy is NaN or +inf only where that of the last is.
+        query = row if EVEN_M else tl.minimum(row, queries - 1 - start)
+        q = _load_rows(q_ptr + wide * stride_qm, query, cols, stride_qm, queries - start, dim, False, EVEN_D)
         if PRECISION == "ieee":
             # The same operand order as in the forward, so that scores round alike: else p is off by a score's last bit.
             s = tl.trans(tl.dot(q, tl.trans(k), input_precision=PRECISION))

@@ -155,7 +155,12 @@ def _block_sparse_attention_dq_kernel(
     dout_ptr += (batch * stride_gb + own * stride_gh + wide * stride_gm) * UNIT
     k_ptr += (batch * stride_kb + shared * stride_kh) * UNIT
     v_ptr += (batch * stride_vb + shared * stride_vh) * UNIT
-    q = _load_rows(q_ptr, row, cols, stride_qm * UNIT, queries - start, dim, True, EVEN_D)
+    if dbias_ptr is None:
+        q = _load_rows(q_ptr, row, cols, stride_qm * UNIT, queries - start, dim, True, EVEN_D)
+    else:
+        # Padding queries are copies of the last one, as in key_gradients.py: dbias sums their ds too.
+        query = tl.minimum(row, queries - 1 - start)
+        q = _load_rows(q_ptr, query, cols, stride_qm * UNIT, queries - start, dim, False, EVEN_D)
     dout = _load_rows(dout_ptr, row, cols, stride_gm * UNIT, queries - start, dim, True, EVEN_D)
     rows_before = head.to(tl.int64) * padded + start
     lse = tl.load(lse_ptr + rows_before + row)
