@@ -28,10 +28,18 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns uninitialised memory, in the tensor's memory order if its rows of D are contiguous, else row-major."""
-    if _in_place(tensor):
+    """Returns uninitialised memory, `readable`: in the tensor's memory order if `keeps_order`, else row-major."""
+    if keeps_order(tensor):
         return torch.empty_like(tensor)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def keeps_order(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is `readable`, and so is what torch.empty_like makes of it. The latter is not where elements
+    overlap so that another dimension than D has stride 1 too, as in the sliding windows of `unfold`."""
+    if not _in_place(tensor):
+        return False
+    return 1 not in tensor.stride()[:3] or torch.empty_like(tensor, device="meta").stride(3) == 1
 
 
 def _in_place(tensor: torch.Tensor) -> bool:

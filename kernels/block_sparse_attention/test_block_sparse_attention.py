@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -107,6 +108,30 @@ def test_the_gradient_of_a_bias_in_half_precision(queries, keys):
     torch.testing.assert_close(mine[5].double(), exact[5], rtol=2e-3, atol=2e-2)
 
 
+def hide_a_key(q: torch.Tensor, k: torch.Tensor, key: int) -> None:
+    """Makes a column of k a bias, which the queries' 1 adds to the scores: −inf for this key, so that none sees it."""
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, :, key, 0] = -math.inf
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries", [1, 37, 64, 70])
+def test_a_bias_of_minus_infinity_in_a_column_of_k(queries, causal, biased, monkeypatch):
+    """Nor do the queries that pad a tile see that key: its gradients are 0, and that of a block's bias is finite. The
+    gradient of the column itself is NaN, as in the reference. Of 70 queries, the last tile of the last block has none.
+    """
+    small_tiles(monkeypatch)
+    q, k, v = tensors(queries, 130)
+    hide_a_key(q, k, 7)
+    blocks = -(-queries // 64), 3
+    leaves = [q, k, v, normal(*blocks)] if biased else [q, k, v]
+    mask = torch.ones(blocks, dtype=torch.bool, device=DEVICE)
+    mine = everything(block_sparse_attention, leaves, mask, causal=causal, **SMALL)
+    other = everything(block_sparse_attention_reference, leaves, mask, causal=causal, **SMALL)
+    close(mine, other, rtol=3e-5, atol=3e-5, equal_nan=True)
+
+
 def test_dropped_keys_are_not_read():
     q, k, v = tensors(70, 130)
     mask = torch.tensor([[True, False, True], [True, False, True]], device=DEVICE)
@@ -177,6 +202,18 @@ def test_heads_inside_rows_are_read_in_place(monkeypatch):
     assert out.transpose(1, 2).is_contiguous()
     leaves = [t.contiguous() for t in (q, k, v)]
     close((out, lse, *grads), everything(block_sparse_attention, leaves, mask, **SMALL))
+
+
+@pytest.mark.parametrize("passing", [False, True])
+@pytest.mark.parametrize("queries", [4, 16, 70])
+def test_sliding_windows_over_one_sequence(queries, passing):
+    """Of `unfold`: rows overlap, and rows and columns both have stride 1. So they do in what torch.empty_like makes."""
+    q, k, v = (normal(1, 2, n + 15).unfold(2, 16, 1) for n in (queries, 9, 9))
+    assert q.stride()[2:] == (1, 1)
+    mask = torch.ones(-(-queries // 64), 1, dtype=torch.bool, device=DEVICE)
+    with Passing() if passing else nullcontext():
+        mine = everything(block_sparse_attention, [q, k, v], mask, **SMALL)
+    close(mine, everything(block_sparse_attention, [t.contiguous() for t in (q, k, v)], mask, **SMALL))
 
 
 @pytest.mark.parametrize("needed", ["q", "k", "block_bias"])

@@ -10,7 +10,7 @@ import torch
 from . import configs
 from .portable.backward import portable_bwd
 from .portable.forward import portable_fwd
-from .problem import Problem, Saved, empty_like, readable
+from .problem import Problem, Saved, empty_like, keeps_order, readable
 from .sm90.backward import cuda_bwd_plan, cuda_bwd_unsupported_reason
 from .sm90.forward import cuda_fwd_plan, cuda_unsupported_reason
 
@@ -38,7 +38,7 @@ def fwd_plan(
     does not read the contents of the table."""
     shape, device = q.shape[:3], q.device
     lse_strides = (shape[1] * shape[2], shape[2], 1)
-    in_place, exact = readable(q) is q, q.dtype == torch.float32
+    in_place, exact = keeps_order(q), q.dtype == torch.float32
 
     def allocated(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         out = torch.empty_like(q) if in_place else empty_like(q)
