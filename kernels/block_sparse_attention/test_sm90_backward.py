@@ -15,7 +15,7 @@ from .portable import backward as portable_backward
 from .problem import Saved
 from .reference import block_sparse_attention_reference
 from .sm90 import backward, cuda_driver
-from .test_block_sparse_attention import DEVICE, SMALL, everything, normal, random_mask, tensors
+from .test_block_sparse_attention import DEVICE, SMALL, everything, hide_a_key, normal, random_mask, tensors
 from .test_sm90_forward import driver, hopper, members  # noqa: F401 (fixtures)
 
 DIMS, BLOCK = (64, 128), 128
@@ -200,6 +200,24 @@ def test_keys_that_do_not_exist_count_for_nothing(dim, causal):
     assert all(gradient.isfinite().all() for gradient in mine)
     # dq of the first column is -60 times a sum of ds that would be 0 without rounding.
     near(*([gradient[..., 1:] for gradient in gradients] for gradients in (mine, other)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("queries", [1, 40, 128, 150, 300])
+@pytest.mark.parametrize("dim", DIMS)
+def test_a_bias_of_minus_infinity_in_a_column_of_k(dim, queries, dtype, causal):
+    """A key that no query sees has gradients of 0, also where queries pad a tile: 0 · inf would be NaN. At D = 128, the
+    last tile of the last block has no query where there are 1, 40, 150 or 300."""
+    leaves, mask = on_hopper(dim, dtype, 1, (4, 2), (queries, 333))
+    hide_a_key(*leaves[:2], 7)
+    mask = torch.ones_like(mask)
+    mine = everything(block_sparse_attention, leaves, mask, causal=causal, backward="cuda")
+    other = everything(block_sparse_attention_reference, leaves, mask, causal=causal)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), mine, other, strict=True):
+        assert torch.equal(a.isnan(), b.isnan()), name
+    near([x.nan_to_num() for x in mine], [x.nan_to_num() for x in other])
 
 
 @pytest.mark.gpu

@@ -229,8 +229,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     // needed, to save registers. A leader may arrive on an empty barrier while the read of the index is pending. That
     // is no race: a later store by a thread, unlike one by TMA, is ordered after the read.
     auto place = [&] { return __shfl_sync(~0u, load_one(base + TILE_AT + 8 * q.slot + 4), 0); };
-    auto hide = [&] {
-        const int first_query = CAUSAL ? load_one(base + TILE_AT + 8 * q.slot) : 0;
+    auto hide = [&](int first_query) {
         bool tail = w.first_key + wg * 64 + 64 > p.keys;
         bool diagonal = CAUSAL && first_query < w.first_key + wg * 64 + 63 - offset;
         if (tail || diagonal) {
@@ -239,12 +238,15 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
             int limit0 = key < p.keys ? shift : BM, limit1 = key + 8 < p.keys ? shift + (CAUSAL ? 8 : 0) : BM;
             mask(s, limit0 - pair, limit1 - pair);
         }
+        const int end = p.queries - first_query;
+        if (end < BM) mask_end(s, end - lane_number() % 4 * 2);
     };
     // Once S is complete: probabilities, overlapped with the GEMM of dP. Then dS, to registers and to shared memory.
     auto softmax = [&](int t) {
+        const int first_query = load_one(base + TILE_AT + 8 * q.slot);
         wgmma_wait<1>();
         pin(s);
-        hide();
+        hide(first_query);
         probabilities(s, base + LSE_AT + q.slot * BM * 4 + pairs, p.scale_log2);
         wgmma_wait<0>();
         pin(dp);

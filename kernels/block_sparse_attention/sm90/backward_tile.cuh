@@ -47,6 +47,13 @@ DEVICE void mask(float (&s)[BM / 2], int limit0, int limit1) {
         for (int e = 0; e < 4; e++)
             if (8 * j + (e & 1) < (e < 2 ? limit0 : limit1)) s[4 * j + e] = -INFINITE;
 }
+// Queries (columns) from `end` on, relative to this thread's first column, do not exist. Their scores are 0, but NaN for
+// a key with inf, whose probability would then be NaN, although lse2 is +inf.
+DEVICE void mask_end(float (&s)[BM / 2], int end) {
+#pragma unroll
+    for (int i = 0; i < BM / 2; i++)
+        if (i / 4 * 8 + i % 2 >= end) s[i] = 0;
+}
 DEVICE void probabilities(float (&s)[BM / 2], u32 lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < BM / 8; j++) {
