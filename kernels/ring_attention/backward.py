@@ -49,7 +49,7 @@ def _keys(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     most = max(ring.problem.k_lengths)
     transport = ring.transport(q.device, fp32(shapes(most)), like((k, v), most))
     plan, handed = of_keys(ring.problem, ring.rank), Handed(transport, steps, shapes, q.device)
-    dq, result, mine = _empty(q), torch.empty_like(q), [_empty(k), _empty(v)]
+    dq, result, mine = _empty(q), _result(q), [_empty(k), _empty(v)]
     chains = ring.chains(q, k)  # after all allocations, which belong to this stream
     fetched = Fetched(transport, steps, (k, v), chains)
 
@@ -150,6 +150,13 @@ def _collect(
         for sums, contribution in zip(mine, more, strict=True):
             sums[:, :, first:last].add_(contribution)
     return [torch.empty_like(t).copy_(sums) for t, sums in zip(like or (), mine, strict=False)]
+
+
+def _result(q: torch.Tensor) -> torch.Tensor:
+    """Returns memory for the final dq, with contiguous rows of D: in q's memory order unless torch.empty_like makes
+    another dimension the innermost one, as for the overlapping windows of `unfold`."""
+    made = torch.empty_like(q)
+    return made if made.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:

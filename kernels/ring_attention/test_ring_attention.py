@@ -23,11 +23,13 @@ from harness.spec import Case, Peer
 from ..attention import attention
 from . import backward, bench, compute, configs, op, peer_writes, release, ring_attention, shard, unshard
 from . import test_world as plain
+from .backward import ring_backward
+from .blocks import Ring
 from .compute import attend
 from .layout import LAYOUTS, even_lengths
 from .peer_writes import peer_writes_reason
 from .reference import ring_attention_reference
-from .schedule import ROTATIONS, Call
+from .schedule import ROTATIONS, Call, Problem
 from .test_world import SECONDS, Run, call, call_all, spread
 
 WORLDS = (2, 3, 4)
@@ -370,6 +372,19 @@ def _memory(rank: int, world: int) -> dict[str, tuple[int, int]]:
 def test_memory_beside_inputs_and_results_is_bounded(tmp_path: Path) -> None:
     for found in spread(2, _memory, tmp_path, backend="nccl"):
         assert {what: sizes for what, sizes in found.items() if sizes[0] > sizes[1]} == {}
+
+
+def test_the_backward_of_sliding_windows() -> None:
+    """Of `unfold`: rows overlap. torch.empty_like makes the rows' dimension the innermost one; kernels write rows."""
+    q, k, v = (torch.randn(1, 2, rows + 15, device=DEVICE).unfold(2, 16, 1) for rows in (5, 21, 21))
+    assert torch.empty_like(q).stride(3) != 1
+    leaves = [t.contiguous().requires_grad_() for t in (q, k, v)]
+    out, lse = attention(*leaves, return_lse=True)
+    dout = torch.randn_like(out)
+    ring = Ring(Problem("contiguous", False, (5,), (21,)), 0, "keys", None, None, "none")
+    found = ring_backward(ring, dout, None, q, k, v, out.detach(), lse.detach())
+    for mine, other in zip(found, torch.autograd.grad(out, leaves, dout), strict=True):
+        torch.testing.assert_close(mine, other, rtol=2e-5, atol=2e-5)
 
 
 def test_keys_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
