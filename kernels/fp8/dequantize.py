@@ -28,7 +28,7 @@ def _fp8_dequantize_kernel(
 ):
     """The scale of an element is at (row // ROWS_PER_SCALE) · stride_sm + tile_n · stride_sn, or with PER_COLUMN at
     col · stride_sn."""
-    tiles_n = tl.cdiv(dim, BLOCK_N)
+    tiles_n = (dim - 1) // BLOCK_N + 1  # as in tiles.py
     tile_m, tile_n = (tl.program_id(0) // tiles_n).to(tl.int64), (tl.program_id(0) % tiles_n).to(tl.int64)
     row, col = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = None if EVEN else (row < rows)[:, None] & (col < dim)[None, :]

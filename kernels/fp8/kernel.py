@@ -93,19 +93,23 @@ def _fp8_wide_row_kernel(
     """For rows too wide for registers: a row is read in chunks, twice, the second time from L2."""
     tl.static_assert(BLOCK_M == 1)
     row = tl.program_id(0).to(tl.int64)
+    # Columns are counted from -BLOCK_N to dim - BLOCK_N: just below 2^31 the end of the last chunk exceeds 32 bits.
+    stop = dim - BLOCK_N
+    x_ptr += row * stride_xm + BLOCK_N
+    data_ptr += row * dim + BLOCK_N
     largest = tl.zeros([BLOCK_N], dtype=tl.float32)
-    for start in range(0, dim, BLOCK_N):
+    for start in range(-BLOCK_N, stop, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
-        mask = None if EVEN else cols < dim
+        mask = None if EVEN else cols < stop
         other = None if EVEN else 0.0
-        x = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=other, eviction_policy=EVICTION)
+        x = tl.load(x_ptr + cols, mask=mask, other=other, eviction_policy=EVICTION)
         largest = tl.maximum(largest, tl.abs(finite_or_nan(x)))
     scale = scale_of(tl.max(largest), E4M3, POW2)
     inv = inverse(scale, POW2)
-    for start in range(0, dim, BLOCK_N):
+    for start in range(-BLOCK_N, stop, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
-        mask = None if EVEN else cols < dim
+        mask = None if EVEN else cols < stop
         other = None if EVEN else 0.0
-        x = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=other, eviction_policy="evict_first")
-        tl.store(data_ptr + row * dim + cols, encode(finite_or_nan(x) * inv, E4M3, NATIVE), mask=mask)
+        x = tl.load(x_ptr + cols, mask=mask, other=other, eviction_policy="evict_first")
+        tl.store(data_ptr + cols, encode(finite_or_nan(x) * inv, E4M3, NATIVE), mask=mask)
     store_scale(scale_ptr + row, scale, row < rows)

@@ -9,10 +9,13 @@ import itertools
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from . import configs, fp8, fp8_dequantize, fp8_scale, plans
 from .reference import fp8_reference
 from .results import GRANULARITIES, scale_shape
+from .tiles import tile_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -392,6 +395,42 @@ def test_a_gemm_takes_data_and_scale_as_they_are(granularity):
     ).t()  # fmt: skip
     torch.testing.assert_close(y.float(), exact, rtol=2e-2, atol=2e-1)
     torch.testing.assert_close(y.float(), x.float() @ w.float().t(), rtol=0.1, atol=5.0)
+
+
+@triton.jit
+def _fp8_tile_of_kernel(out_ptr, dim, BLOCK_N: tl.constexpr, SOURCE: tl.constexpr):
+    tile, tile_m, tile_n = tile_of(dim, BLOCK_N, SOURCE)
+    tl.store(out_ptr + 2 * tile, tile_m)
+    tl.store(out_ptr + 2 * tile + 1, tile_n)
+
+
+@pytest.mark.parametrize("source", ["tile", "amax"])
+def test_tiles_of_a_row_that_ends_just_below_two_to_the_31(source):
+    """Rounding up the number of tiles in 32 bits gave a negative number, and the last tile the row -1."""
+    block = 1 << 25
+    out = torch.full((64, 2), -7, dtype=torch.int64, device=DEVICE)
+    _fp8_tile_of_kernel[(64,)](out, 2**31 - 5, block, source)
+    assert out.tolist() == [[0, tile] for tile in range(64)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_row_that_ends_just_below_two_to_the_31(granularity):
+    x = torch.randn(2**31 - 5, device="cuda", dtype=torch.bfloat16)
+    data, scale, *transposed = fp8(x, E4M3, granularity, transpose=granularity == "128x128")
+    y = fp8_dequantize(data, scale, torch.bfloat16, granularity)
+    per_row, width = granularity in ("tensor", "row"), 1 if granularity == "column" else 128
+    if per_row:
+        assert torch.equal(scale.view(()), fp8_scale(x.abs().max().float()))
+    for first in (0, (len(x) // 128 - 1) * 128):  # the first blocks, and the last, which is partial
+        part, blocks = slice(first, first + 256), slice(first // width, (first + 256) // width)
+        found = scale if per_row else scale[..., blocks]
+        expected = fp8_reference(x[part], E4M3, granularity, scale=scale if per_row else None)
+        assert_same((data[part], found), expected)
+        torch.testing.assert_close(y[part], x[part], rtol=0.07, atol=0.02)
+    if transposed:
+        assert torch.equal(transposed[0].view(torch.uint8).view(-1), data.view(torch.uint8))
+        assert torch.equal(transposed[1], scale.t())
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from .formats import encode, finite_or_nan, inverse, load_scale, scale_of, store
 def tile_of(dim, BLOCK_N: tl.constexpr, SOURCE: tl.constexpr):
     """(index, row, column) of this CTA's tile. The second pass over x processes tiles in reverse order, because the
     tiles that the first pass read last are still in L2."""
-    tiles_n = tl.cdiv(dim, BLOCK_N)
+    tiles_n = (dim - 1) // BLOCK_N + 1  # tl.cdiv(dim, BLOCK_N) overflows 32 bits just below 2^31
     tile = tl.num_programs(0) - 1 - tl.program_id(0) if SOURCE == "amax" else tl.program_id(0)
     return tile, (tile // tiles_n).to(tl.int64), (tile % tiles_n).to(tl.int64)
 
@@ -87,7 +87,7 @@ def _fp8_amax_kernel(
 ):
     """Computes the largest magnitude per row, per column, or else of the tensor (at row_amax_ptr), into int32
     initialised with zeros."""
-    tiles_n = tl.cdiv(dim, BLOCK_N)
+    tiles_n = (dim - 1) // BLOCK_N + 1
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     row, col = (tl.program_id(0) // tiles_n).to(tl.int64) * BLOCK_M, (tl.program_id(0) % tiles_n).to(tl.int64) * BLOCK_N
     height, width = tl.minimum(rows - row, BLOCK_M).to(tl.int32), tl.minimum(dim - col, BLOCK_N).to(tl.int32)

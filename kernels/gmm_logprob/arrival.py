@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -170,7 +171,10 @@ def _taken(device: torch.device, stream: int | None) -> torch.Tensor:
     with _lock:
         known = _devices.get(device)
         if known is None and stream is not None:
-            known = _devices[device] = _allocate(device)
+            # In a thread of its own, as the caller's may allocate in the memory pool of CUDA graphs (the warm-up of
+            # torch.compile with mode="reduce-overhead"), where nothing may remain but results.
+            with ThreadPoolExecutor(1) as thread:
+                known = _devices[device] = thread.submit(_allocate, device).result()
         found = None if known is None else known.of(stream)
     return torch.zeros(WORDS, dtype=torch.int64, device=device) if found is None else found
 

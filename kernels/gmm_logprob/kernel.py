@@ -52,7 +52,8 @@ def _gmm_logprob_fwd_kernel(
     COUNT: tl.constexpr = (K + HOLD - 1) // HOLD
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     # Without LOOP the bounds are the constants 0 and 1, so that the compiler removes the loop.
-    start, stop, step = (tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)) if LOOP else (0, 1, 1)
+    tiles = (rows - 1) // BLOCK_M + 1  # tl.cdiv(rows, BLOCK_M) overflows 32 bits just below 2^31
+    start, stop, step = (tl.program_id(0), tiles, tl.num_programs(0)) if LOOP else (0, 1, 1)
     for tile in tl.range(start, stop, step):
         # The offset of a tile is 64 bits wide, offsets within a tile 32.
         first = tl.cast(tile if LOOP else tl.program_id(0), tl.int64) * BLOCK_M
@@ -122,7 +123,8 @@ def _gmm_logprob_bwd_kernel(
 ):
     COUNT: tl.constexpr = (K + HOLD - 1) // HOLD
     r = tl.arange(0, BLOCK_M)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
+    tiles = (rows - 1) // BLOCK_M + 1  # as in the forward
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         first = tl.cast(tile, tl.int64) * BLOCK_M
         valid = r < rows - first
         y = tl.load(y_ptr + first * STRIDE_Y + r * STRIDE_Y, mask=valid).to(tl.float32)[:, None]

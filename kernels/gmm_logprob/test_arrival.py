@@ -233,6 +233,33 @@ def test_fake_tensors_leave_no_trace(monkeypatch):
     assert type(arrival.words(torch.empty((), device=DEVICE))) is torch.Tensor
 
 
+def test_words_are_not_allocated_in_a_memory_pool_of_the_calling_thread(monkeypatch):
+    """The warm-up of CUDA graphs by torch.compile allocates in the pool of the graphs whatever its thread allocates."""
+    threads, allocate = [], arrival._allocate
+    monkeypatch.setattr(arrival, "_devices", {})
+    monkeypatch.setattr(arrival, "_allocate", lambda device: threads.append(threading.get_ident()) or allocate(device))
+    assert not arrival.words(torch.empty((), device=DEVICE)).any()
+    assert len(threads) == 1 and threads[0] != threading.get_ident()
+
+
+@pytest.mark.gpu
+def test_the_first_call_may_be_compiled_with_cuda_graphs(monkeypatch):
+    """torch.compile refuses, in the pool of its graphs, allocations that outlive the call and are not its results."""
+    monkeypatch.setattr(arrival, "_devices", {})
+    tensors = inputs(20_000, 10, grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(gmm_logprob, fullgraph=True, mode="reduce-overhead")
+    results = []
+    for _ in range(4):  # a warm-up, a capture, replays
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(*tensors)
+        results.append([t.clone() for t in (out.detach(), *torch.autograd.grad(out, tensors))])
+    expected = with_grads(gmm_logprob, tensors, "mean")
+    torch._dynamo.reset()
+    for result in results:
+        assert all(map(torch.equal, result, expected))
+
+
 def test_threads_share_a_stream():
     """Launches of one stream are ordered, so they share the same words. Looking up the words must not race."""
     got = []

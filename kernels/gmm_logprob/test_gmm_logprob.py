@@ -385,6 +385,23 @@ def test_more_than_2_to_the_31_elements():
 
 
 @pytest.mark.gpu
+def test_rows_just_below_2_to_the_31():
+    """Rounding up the number of tiles in 32 bits gave a negative number: no row was read, and no result written."""
+    rows, dtype = (1 << 31) - 5, torch.float16
+    needs_memory(2e-9 * rows * 4)
+    whole = [torch.zeros(1, 1, device="cuda", dtype=dtype).expand(rows, 1) for _ in range(3)]
+    whole += [torch.ones(1, device="cuda", dtype=dtype).expand(rows)]
+    expected = -0.5 - 0.9189385332
+    torch.testing.assert_close(gmm_logprob(*whole).item(), expected, rtol=1e-2, atol=0)
+    out = gmm_logprob(*whole, "none")
+    assert (out == out[0]).all() and abs(out[0].item() - expected) < 1e-2
+    del out
+    grad = torch.ones((), device="cuda", dtype=dtype).expand(rows)
+    d_y = op._bwd_op(grad, *whole, "none", [False, False, False, True])[3]
+    assert (d_y == -1).all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("k", [10, 32])
 def test_loads_are_as_wide_as_the_rows_allow(k):
     """K = 10 in fp32: loads of 8 bytes, in the chunks of a packed tensor too. K = 32: loads of 16 bytes."""
