@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from harness.correctness import addresses
 
+from . import plans_fp8
 from .op import rmsnorm
 from .op_fp8 import rmsnorm_fp8
 
@@ -45,6 +46,7 @@ def same(ours: torch.Tensor, want: torch.Tensor) -> None:
         (5, 256, {}),
         (3, 1000, dict(dtype=E5M2)),
         (7, 33, dict(scale_format="pow2")),
+        (300, 3, {}),
         (3, 5120, dict(granularity="1x128")),
         (5, 200, dict(granularity="1x128", scale_format="e8m0", dtype=E5M2)),
         (130, 72, dict(granularity="1x128", transpose=True)),
@@ -148,3 +150,12 @@ def test_bad_input_raises_an_error_that_names_it(change, error, words) -> None:
     }
     with pytest.raises(error, match=words):
         rmsnorm_fp8(**moved)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 64, 128, 5120])
+def test_a_tile_fits_in_registers(dim: int, monkeypatch) -> None:
+    """Rows are padded to 128 columns. With 2048 such rows a tile of one column did not compile within minutes."""
+    options: dict = {}
+    monkeypatch.setattr(plans_fp8, "Launch", lambda *_, **given: options.update(given))
+    plans_fp8.quantise_plan(torch.ones(2, dim, device=DEVICE), None, None, 1e-6, 0.0, True, "row", "fp32", False)
+    assert options["BLOCK_M"] * options["BLOCK_N"] <= 64 * 32 * options["num_warps"]
