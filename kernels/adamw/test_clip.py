@@ -183,9 +183,12 @@ def test_a_table_that_another_stream_has_not_copied_yet(same):
     read = grads if same else [g.clone() for g in grads]  # at other addresses, with the same CTAs
     first, second, tables = torch.cuda.Stream(), torch.cuda.Stream(), PointerTables()
     torch.cuda.synchronize()
+    for stream in (second, first):  # later allocations, which might wait for the GPU, then come from the caches
+        with torch.cuda.stream(stream):
+            clip_scale(old, 1.0)
+    [torch.empty(size, dtype=torch.int32, pin_memory=True) for size in (3, 40) for _ in range(8)]
+    torch.cuda.synchronize()
     with torch.cuda.stream(first):
-        clip_scale(old, 1.0)
-        torch.cuda.synchronize()
         torch.cuda._sleep(200_000_000)
         clip_scale(grads, 1.0, tables=tables)
     with torch.cuda.stream(second):
