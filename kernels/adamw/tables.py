@@ -77,13 +77,14 @@ class Tensors:
 @dataclass(frozen=True)
 class Table:
     """A table on the device: `rows` int64 [parameters, COLUMNS], `cta_rows` int32 [CTAs]. The column KIND is an index
-    into `kinds`. `stream` is the CUDA stream of the copies to the device. `pinned` is the host memory that these copies
-    read, if they are part of a CUDA graph."""
+    into `kinds`. `stream` is the CUDA stream of the copies to the device, and the event `copied` follows them. If they
+    are part of a CUDA graph there is no event, and `pinned` is the host memory that they read."""
 
     rows: torch.Tensor
     cta_rows: torch.Tensor
     kinds: tuple[tuple[Any, Any, int], ...]
     stream: int
+    copied: torch.cuda.Event | None
     pinned: tuple[torch.Tensor, ...]
 
 
@@ -101,7 +102,7 @@ class PointerTables:
         self.built = 0
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._latest: Any = None  # the entry of _kept that was used last
-        self._cta_rows: WeakValueDictionary[Hashable, torch.Tensor] = WeakValueDictionary()
+        self._cta_rows: WeakValueDictionary[Hashable, Table] = WeakValueDictionary()  # the latest table with these
         self._in_graphs: dict[int, Table] = {}
         # An op of torch.library takes this number, as it cannot take the object.
         self.handle = next(_handles)
@@ -157,8 +158,8 @@ class PointerTables:
                 return self.use(table)
         if _capturing():
             self._in_graphs[id(table)] = table
-        elif raw_stream(device.index) != table.stream:
-            _used_on_another_stream(table.rows, table.cta_rows)
+        else:
+            _order_after_copies(table)
         return None
 
     def build(self, tensors: Tensors, block: int) -> Table:
@@ -175,19 +176,26 @@ class PointerTables:
         rows, *pinned = _upload(torch.frombuffer(cells, dtype=torch.int64).view(len(sizes), COLUMNS.value), device)
         # cta_rows depends only on the sizes, so tables with other addresses share it.
         layout = (device, *blocks)
-        cta_rows = self._cta_rows.get(layout)
-        capturing = _capturing()
-        if cta_rows is None:
+        found, capturing = self._cta_rows.get(layout), _capturing()
+        if found is None:
             index = torch.arange(len(sizes), dtype=torch.int32)
             repeats = torch.tensor(blocks)
             cta_rows, *more = _upload(torch.repeat_interleave(index, repeats, output_size=sum(blocks)), device)
             pinned += more
-            if not capturing:
-                self._cta_rows[layout] = cta_rows
-        elif device.type == "cuda" and not capturing:
-            _used_on_another_stream(cta_rows)
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        return Table(rows, cta_rows, tuple(kinds), stream, tuple(pinned))
+        else:
+            cta_rows = found.cta_rows
+            if device.type == "cuda" and not capturing:
+                _order_after_copies(found)
+        stream, copied = 0, None
+        if device.type == "cuda":
+            current = torch.cuda.current_stream(device)
+            stream = current.cuda_stream
+            if torch.cuda.is_initialized() and not capturing:  # an ahead-of-time build has no GPU
+                copied = current.record_event()
+        table = Table(rows, cta_rows, tuple(kinds), stream, copied, tuple(pinned))
+        if not capturing:
+            self._cta_rows[layout] = table
+        return table
 
 
 def _capturing() -> bool:
@@ -202,11 +210,17 @@ _in_graphs_without_tables: dict[int, Table] = {}
 _by_handle: WeakValueDictionary[int, PointerTables] = WeakValueDictionary()
 
 
-def _used_on_another_stream(*tensors: torch.Tensor) -> None:
-    """Records in the caching allocator that the current stream reads the tensors, so that their memory is not reused
-    too early."""
-    for tensor in tensors:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+def _order_after_copies(table: Table) -> None:
+    """Before the current stream reads a table that another stream copied to the device: it waits for the copies, and
+    the caching allocator records that it reads the table, so that the memory is not reused too early."""
+    device = table.rows.device
+    if raw_stream(device.index) == table.stream:
+        return
+    stream = torch.cuda.current_stream(device)
+    if table.copied is not None:
+        stream.wait_event(table.copied)
+    for tensor in (table.rows, table.cta_rows):
+        tensor.record_stream(stream)
 
 
 def _upload(host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -172,3 +172,26 @@ def test_bad_input_is_refused_by_name(change, error, words):
     given = dict(grads=[ONES], max_norm=1.0) | change
     with pytest.raises(error, match=f"clip_scale: {words}"):
         clip_scale(given.pop("grads"), given.pop("max_norm"), **given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("same", [True, False], ids=["the-table", "its-order"])
+def test_a_table_that_another_stream_has_not_copied_yet(same):
+    """Both streams only read the gradients, so that nothing else orders them. Until the copy, the memory of the table
+    holds an older one."""
+    old, grads = gradients((16384,), (1,)), gradients((1,), (16384,))
+    read = grads if same else [g.clone() for g in grads]  # at other addresses, with the same CTAs
+    first, second, tables = torch.cuda.Stream(), torch.cuda.Stream(), PointerTables()
+    torch.cuda.synchronize()
+    for stream in (second, first):  # later allocations, which might wait for the GPU, then come from the caches
+        with torch.cuda.stream(stream):
+            clip_scale(old, 1.0)
+    [torch.empty(size, dtype=torch.int32, pin_memory=True) for size in (3, 40) for _ in range(8)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(200_000_000)
+        clip_scale(grads, 1.0, tables=tables)
+    with torch.cuda.stream(second):
+        norm, _ = clip_scale(read, 1.0, tables=tables)
+    torch.cuda.synchronize()
+    assert float(norm) == pytest.approx(norm_of(read), rel=1e-5)

@@ -33,7 +33,7 @@ def gelu_fp8(
     Bit-identical to `ridgeline.fp8` of that y with granularity "1x128", with its rules for NaN, infinities and zeros.
     y is not written to memory.
 
-    x, approximate   as for gelu; x is [..., D]
+    x, approximate   as for gelu; x is [..., D], with at most 2^31 - 512 rows, and as many columns
     dtype         of the data: torch.float8_e4m3fn or torch.float8_e5m2
     scale_format  "fp32"; "pow2", powers of two in fp32; "e8m0", the same values as torch.float8_e8m0fnu
     transpose     also return data_t [D, R] and scale_t [D, ceil(R / 128)], for R rows, with one scale per 128 rows of a

@@ -12,6 +12,7 @@ from .kernel_fp8 import _gelu_fp8_kernel
 from .launch import Launch
 
 BLOCK = 128  # elements that share a scale
+MAX_SIZE = 2**31 - 512  # row and column indices are 32-bit, including the end of the last tile
 # (x) -> data and scale, and with transpose data_t and scale_t; fp8 data as uint8
 Quantise = Callable[[torch.Tensor], list[torch.Tensor]]
 
@@ -55,13 +56,17 @@ def scale_dtype(scale_format: str) -> torch.dtype:
 
 
 def quantise_plan(x: torch.Tensor, approximate: str, e4m3: bool, scale_format: str, transpose: bool) -> Quantise:
-    """Returns the function x -> results, for all x with this signature. `op_fp8` has checked the inputs."""
+    """Returns the function x -> results, for all x with this signature. `op_fp8` has checked the inputs. Raises
+    ValueError for more rows or columns than the kernel can count: torch.compile would trace that check in `op_fp8`, and
+    cannot compare a number of rows that depends on data."""
     device = x.device
     shape = tuple(x.shape)
     shapes = result_shapes(shape, transpose)
     of_scales = scale_dtype(scale_format)
     launches = []
     if x.numel():
+        if max(x.numel() // shape[-1], shape[-1]) > MAX_SIZE:
+            raise ValueError(f"gelu_fp8: x must have at most {MAX_SIZE} rows and columns, got shape {shape}")
         x2 = _rows(x)
         rows, cols = x2.shape
         whole = rows % BLOCK == 0 and cols % BLOCK == 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from . import plans_fp8
 from .op import gelu
 from .op_fp8 import gelu_fp8
 
@@ -130,3 +131,12 @@ def test_bad_input_raises_an_error_that_names_it(change, error, words) -> None:
     }
     with pytest.raises(error, match=words):
         gelu_fp8(**moved)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_sizes_that_tiles_cannot_count_are_errors(transposed) -> None:
+    """Just below 2^31 the number of tiles, rounded up in 32 bits, would be negative."""
+    x = torch.ones(1, 1, device=DEVICE).expand(plans_fp8.MAX_SIZE + 1, 1)
+    x = x.t() if transposed else x
+    with pytest.raises(ValueError, match=f"at most {plans_fp8.MAX_SIZE} rows and columns"):
+        gelu_fp8(x)

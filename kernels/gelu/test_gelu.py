@@ -212,3 +212,15 @@ def test_more_than_two_to_the_31_elements(approximate):
         expected = value_and_slope(gelu_reference, x[part], approximate)
         torch.testing.assert_close(y[part], expected[0])
         torch.testing.assert_close(slope[part], expected[1])
+
+
+@pytest.mark.gpu
+def test_rows_that_end_just_below_two_to_the_31_elements():
+    """The number of tiles of a row, rounded up in 32 bits, would be negative."""
+    cols = 2**31 - 100
+    x = torch.randn(2, cols + 12, device="cuda", dtype=torch.bfloat16)[:, :cols]
+    y, slope = value_and_slope(gelu, x, "tanh")
+    for part in (slice(0, 5000), slice(-5000, None)):
+        expected = value_and_slope(gelu_reference, x[:, part], "tanh")
+        torch.testing.assert_close(y[:, part], expected[0])
+        torch.testing.assert_close(slope[:, part], expected[1])

@@ -33,9 +33,9 @@ def rmsnorm(
     All arithmetic is fp32. Differentiable in x, weight and residual; dW is summed in fp32 in a fixed order, so that
     repeated runs agree bit for bit.
 
-    x              [..., D] with 1 <= D <= 65536 (or no element at all), fp32, fp16 or bf16, any strides. Rows are read
-                   in place if the leading dimensions flatten to one stride and the last stride is 1; otherwise x is
-                   copied first.
+    x              [..., D] with 1 <= D <= 65536 (or no element at all), fp32, fp16 or bf16, any strides, at most
+                   2^31 - 2048 rows. Rows are read in place if the leading dimensions flatten to one stride and the last
+                   stride is 1; otherwise x is copied first.
     weight         [D], floating point; its dtype may differ from that of x
     residual       shape and dtype of x
     weight_offset  added to the weight; 1 is Gemma's convention
@@ -123,7 +123,7 @@ def _forward(x, weight, residual, eps, weight_offset, save, backend):
 def _backward(dy, dh, h, rstd, weight, weight_offset, need_dx, need_dw):
     if not lean(dy, dh, h, rstd, weight):
         return bwd_plan(dy, dh, h, weight, weight_offset, need_dx, need_dw)(dy, dh, h, rstd, weight)
-    key = (signature(dy), signature(dh), signature(h), signature(weight), weight_offset, need_dx, need_dw)
+    key = (*map(signature, (dy, dh, h, rstd, weight)), weight_offset, need_dx, need_dw)
     plan = _BACKWARD.find(key)
     if plan is None:
         plan = _BACKWARD.keep(key, bwd_plan(dy, dh, h, weight, weight_offset, need_dx, need_dw))

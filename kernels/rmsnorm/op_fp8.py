@@ -36,8 +36,10 @@ def rmsnorm_fp8(
         y    = h / sqrt(mean(h²) + eps) · (weight + weight_offset), rounded to x's dtype
         data = y / scale                        scale = amax of the group / largest of dtype, 1 where amax is 0
 
-    Bit for bit the result of `ridgeline.fp8` for the y of `rmsnorm` (with backend "triton"), with its rules for NaN,
-    infinities and zeros, but without storing y. With `transpose` x is read a second time.
+    The result of `ridgeline.fp8` for y, with its rules for NaN, infinities and zeros, but without storing y. It is the
+    same bit for bit for the y of `rmsnorm` (with backend "triton") where mean(h²) is: the order of the sum depends on
+    the dtypes that a kernel stores, so that the last bit of 1 / sqrt(…) may be another. With `transpose` x is read a
+    second time.
 
     x, weight, eps, residual, weight_offset   as in `rmsnorm`, with D <= 16384
     dtype         of the data: torch.float8_e4m3fn or torch.float8_e5m2

@@ -13,6 +13,7 @@ from .launch import Launch
 from .wide import _rmsnorm_wide_fwd_kernel, _rmsnorm_wide_mean_kernel
 
 BACKENDS = ("auto", "triton", "cuda")
+MAX_ROWS = 2**31 - 2048  # row indices are 32-bit, including the end of the last tile
 Optional = torch.Tensor | None
 Forward = Callable[[torch.Tensor, Optional, Optional], tuple[torch.Tensor, torch.Tensor, Optional]]
 Backward = Callable[[torch.Tensor, Optional, torch.Tensor, torch.Tensor, Optional], tuple[Optional, Optional]]
@@ -29,8 +30,8 @@ def fwd_plan(
 ) -> Forward:
     """Returns a function of (x, weight, residual), for tensors with the signatures of these, that returns y, h (x
     itself without a residual) and rstd ([rows] in fp32; None unless save_rstd). `op` must have checked the inputs.
-    Raises RuntimeError where `backend` does not support them."""
-    device, rows = x.device, x.shape[:-1].numel()
+    Raises ValueError for too many rows, RuntimeError where `backend` does not support the inputs."""
+    device, rows = x.device, row_count("rmsnorm", x)
     if x.numel() == 0:
         write = None
     else:
@@ -112,7 +113,7 @@ def bwd_plan(
             torch.empty_like(h, memory_format=torch.contiguous_format) if need_dx else None,
             _no_gradient(weight, summed) if need_dw else None,  # type: ignore[arg-type]
         )
-    rows = h.numel() // dim
+    rows = row_count("rmsnorm", h)
     config, slices, programs = _bwd_split(h, dh)
     strides = _rows(dy).stride(0), _rows(h).stride(0), 0 if dh is None else _rows(dh).stride(0)
     copied = _copied(dy), _copied(dh), _copied(h), weight is not None and not weight.is_contiguous()
@@ -204,6 +205,15 @@ def _dw_launch(programs: int, dim: int, device: torch.device) -> Launch:
     block_m, block_n = min(256, triton.next_power_of_2(programs)), 32 if dim >= 4096 else 16
     grid = (triton.cdiv(dim, block_n),)
     return Launch(_rmsnorm_dw_kernel, grid, device, (programs, dim), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8)
+
+
+def row_count(op: str, x: torch.Tensor) -> int:
+    """The number of rows of x. ValueError if the kernels cannot count them: torch.compile would trace this check in
+    `op`, and cannot compare a number of rows that depends on data."""
+    rows = x.shape[:-1].numel()
+    if x.numel() and rows > MAX_ROWS:
+        raise ValueError(f"{op}: x must have at most {MAX_ROWS} rows, got {rows}")
+    return rows
 
 
 def _rows(tensor):

@@ -10,7 +10,7 @@ import triton
 from . import configs
 from .kernel_fp8 import _rmsnorm_fp8_kernel, _rmsnorm_fp8_transposed_kernel
 from .launch import Launch
-from .plans import _copied, _dense, _device, _rows
+from .plans import _copied, _dense, _device, _rows, row_count
 
 BLOCK = 128  # elements that share a scale
 BLOCK_N = 64  # columns of a tile of the transposed copy
@@ -50,7 +50,7 @@ def quantise_plan(
 ) -> Quantise:
     """Returns a function of (x, weight, residual), for tensors with the signatures of these, that returns what
     `Quantise` lists. `op_fp8` must have checked the inputs."""
-    device, rows, dim = x.device, x.shape[:-1].numel(), x.shape[-1]
+    device, rows, dim = x.device, row_count("rmsnorm_fp8", x), x.shape[-1]
     shapes = result_shapes(x.shape, granularity, transpose)
     of_scales = scale_dtype(scale_format)
     x_copied, residual_copied = _copied(x) if x.numel() else False, _copied(residual) if x.numel() else False
@@ -100,20 +100,22 @@ def _rows_launch(
     numbers: dict[str, bool],
 ) -> Launch:
     """The launch of the quantisation by rows, a function of (x, residual, weight, data, scale, h, rstd). Tiles are
-    those of the forward in x's dtype, but a row is in one piece."""
+    those of the forward in x's dtype, but a row is in one piece of at least BLOCK columns."""
     rows, dim = x.shape
     config = configs.pick_fwd_config(rows, dim, x.dtype, _device(x)[0])
     block_n = max(BLOCK, triton.next_power_of_2(dim))
+    # A narrower row is padded. With as many rows as in the forward, the registers of a tile would spill.
+    block_m = min(config.block_m, 2048 // BLOCK)
     return Launch(
         _rmsnorm_fp8_kernel,
-        (triton.cdiv(rows, config.block_m),),
+        (triton.cdiv(rows, block_m),),
         x.device,
         (rows, dim, x.stride(0), 0 if residual is None else residual.stride(0), eps, weight_offset),
         GROUP=block_n if granularity == "row" else BLOCK,
         SAVE_RSTD=save_rstd,
         **numbers,
         EVEN_N=dim == block_n,
-        BLOCK_M=config.block_m,
+        BLOCK_M=block_m,
         BLOCK_N=block_n,
         EVICTION=config.eviction,
         num_warps=config.num_warps * (2 if config.tail else 1),

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.overrides import BaseTorchFunctionMode
 
-from . import rmsnorm, rmsnorm_backward, rmsnorm_forward
+from . import rmsnorm, rmsnorm_backward, rmsnorm_forward, rmsnorm_fp8
+from .plans import MAX_ROWS, bwd_plan
+from .reference import rmsnorm_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -72,3 +74,44 @@ def test_wrong_arguments(eager: bool) -> None:
             rmsnorm_backward(**{**given, name: value})
     with pytest.raises(RuntimeError, match="x must not require grad"):
         rmsnorm_forward(x.clone().requires_grad_(), weight)
+
+
+def test_saved_tensors_may_come_back_at_other_addresses() -> None:
+    """A hook, as one that offloads activations, may return rstd off 16-byte boundaries: that is another plan."""
+    x, _, dy, _, weight = _inputs(torch.float32, 40, 24)
+    leaves, gradients = [t.requires_grad_() for t in (x, weight)], []
+    for start in (0, 1):
+
+        def unpacked(t: torch.Tensor, start: int = start) -> torch.Tensor:
+            buffer = torch.empty(t.numel() + start, dtype=t.dtype, device=t.device)
+            return buffer[start:].view(t.shape).copy_(t) if t.shape == (40,) else t
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpacked):
+            y = rmsnorm(*leaves)
+        gradients.append(torch.autograd.grad(y, leaves, dy))
+    for aligned, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(aligned, other)
+
+
+def test_rows_that_tiles_cannot_count_are_errors() -> None:
+    """Above 2^31 the index of a row, and just below it the number of tiles, would be negative in 32 bits."""
+    x, rstd = torch.ones(1, 1, device=DEVICE).expand(MAX_ROWS + 1, 1), torch.ones(1, device=DEVICE)
+    for call in (rmsnorm, rmsnorm_forward, rmsnorm_fp8):
+        with pytest.raises(ValueError, match=f"x must have at most {MAX_ROWS} rows"):
+            call(x)
+    with pytest.raises(ValueError, match=f"x must have at most {MAX_ROWS} rows"):
+        bwd_plan(x, None, x, rstd, 0.0, True, True)
+
+
+@pytest.mark.gpu
+def test_the_most_rows() -> None:
+    """The number of tiles of the backward, rounded up in 32 bits, is not negative."""
+    source = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(MAX_ROWS, 1, device="cuda", dtype=torch.bfloat16, generator=source).requires_grad_()
+    y = rmsnorm(x)
+    (dx,) = torch.autograd.grad(y, x, torch.ones(1, 1, device="cuda", dtype=x.dtype).expand(x.shape))
+    for part in (slice(0, 5000), slice(-5000, None)):
+        few = x.detach()[part].clone().requires_grad_()
+        expected = rmsnorm_reference(few)
+        torch.testing.assert_close(y[part], expected)
+        torch.testing.assert_close(dx[part], torch.autograd.grad(expected.sum(), few)[0], rtol=2e-2, atol=1e-3)

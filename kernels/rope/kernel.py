@@ -141,7 +141,7 @@ def _rope_kernel(
     # that all but the first read the rows of the tables from a cache.
     tile = tl.program_id(0) % tiles
     group = tl.program_id(0) // tiles
-    groups = tl.cdiv(seq, TOKENS)
+    groups = (seq - 1) // TOKENS + 1  # tl.cdiv(seq, TOKENS) overflows 32 bits just below 2^31
     b = (group // groups).to(tl.int64)
     token = group % groups * TOKENS
     if tile < q_tiles or not HAS_K:

@@ -309,6 +309,18 @@ def test_more_than_two_to_the_31_elements(layout) -> None:
     torch.testing.assert_close(q, rotated, rtol=0, atol=0)
 
 
+@pytest.mark.gpu
+def test_a_sequence_just_below_two_to_the_31() -> None:
+    """The number of groups of tiles, rounded up in 32 bits, would be negative."""
+    seq, (cos, sin) = 2**31 - 5, tables(4096, 1, torch.bfloat16)
+    q = torch.randn((1, seq, 1, 2), device="cuda", dtype=torch.bfloat16)
+    p = torch.tensor([1234], device="cuda").expand(seq)
+    rotated = rope(q, None, cos, sin, position_ids=p)
+    for part in (slice(0, 500), slice(seq - 500, seq)):
+        expected = rope_reference(q[:, part], None, cos, sin, position_ids=p[part])
+        torch.testing.assert_close(rotated[:, part], expected)
+
+
 @pytest.fixture
 def launched(monkeypatch) -> list:
     """The arguments and options of each launch."""

@@ -23,7 +23,7 @@ def _tile_start(rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     tile = tl.program_id(0)
     tile_m, tile_n = tile * 0, tile
     if rows != 1:  # Triton specialises for the value 1: a single row needs no division
-        tiles_n = tl.cdiv(cols, BLOCK_N).to(tl.int32)
+        tiles_n = ((cols - 1) // BLOCK_N + 1).to(tl.int32)  # tl.cdiv(cols, BLOCK_N) overflows 32 bits just below 2^31
         tile_m, tile_n = tile // tiles_n, tile % tiles_n
     return tile_m.to(tl.int64) * BLOCK_M, tile_n.to(tl.int64) * BLOCK_N
 

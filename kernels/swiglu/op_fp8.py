@@ -38,7 +38,8 @@ def swiglu_fp8(
     Bit-identical to `ridgeline.fp8` of that y (from backend "triton"), with its rules for NaN, infinities and zeros.
     y is not written to memory.
 
-    gate, up, activation   as for swiglu; gate is [..., D], or [..., 2·D] without `up`
+    gate, up, activation   as for swiglu; gate is [..., D], or [..., 2·D] without `up`, with D and the number of rows
+                  at most 2^31 - 2048
     dtype         of the data: torch.float8_e4m3fn or torch.float8_e5m2
     granularity   the group of a scale: "row", scales [..., 1], for D <= 32768, or "1x128", scales [..., ceil(D / 128)]
     scale_format  "fp32"; "pow2", powers of two in fp32; "e8m0", the same values as torch.float8_e8m0fnu

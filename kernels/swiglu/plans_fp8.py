@@ -15,6 +15,7 @@ from .kernel_fp8 import _swiglu_fp8_kernel, _swiglu_fp8_rows_kernel
 from .launch import Launch
 
 BLOCK = 128  # elements that share a scale
+MAX_SIZE = 2**31 - 2048  # row and column indices are 32-bit, including the end of the last tile
 # (gate, up) -> data and scale, and with transpose data_t and scale_t; fp8 data as uint8
 Quantise = Callable[[torch.Tensor, torch.Tensor | None], list[torch.Tensor]]
 
@@ -68,13 +69,17 @@ def quantise_plan(
     transpose: bool,
 ) -> Quantise:
     """Returns the function (gate, up) -> results, for all tensors with these signatures. `op_fp8` has checked the
-    inputs."""
+    inputs. Raises ValueError for more rows or columns than the kernels can count: torch.compile would trace that check
+    in `op_fp8`, and cannot compare a number of rows that depends on data."""
     device = gate.device
     shape = (*gate.shape[:-1], gate.shape[-1] // 2) if up is None else tuple(gate.shape)
     shapes = result_shapes(shape, granularity, transpose)
     of_scales = scale_dtype(scale_format)
     launches: list[Callable[..., None]] = []
     if gate.numel():
+        if max(gate.numel() // gate.shape[-1], shape[-1]) > MAX_SIZE:
+            wanted = f"at most {MAX_SIZE} rows and columns (of each half without up)"
+            raise ValueError(f"swiglu_fp8: gate must have {wanted}, got shape {tuple(gate.shape)}")
         operands = _operands(gate, up)
         numbers = dict(ACTIVATION=activation, E4M3=e4m3, POW2=scale_format != "fp32", NATIVE=_native(gate))
         if granularity == "row":

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from harness.correctness import addresses
 
-from . import configs
+from . import configs, plans_fp8
 from .op import swiglu
 from .op_fp8 import swiglu_fp8
 
@@ -195,3 +195,12 @@ def test_a_row_of_both_halves_may_be_twice_as_long():
     assert swiglu_fp8(whole, granularity="row")[0].shape == (1, configs.MAX_ROW)
     with pytest.raises(ValueError, match="rows of at most 32768 with granularity 'row', got 32769"):
         swiglu_fp8(torch.zeros(1, 2 * configs.MAX_ROW + 2, device=DEVICE), granularity="row")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_sizes_that_tiles_cannot_count_are_errors(transposed) -> None:
+    """Just below 2^31 the number of tiles, rounded up in 32 bits, would be negative."""
+    x = torch.ones(1, 1, device=DEVICE).expand(plans_fp8.MAX_SIZE + 1, 1)
+    x = x.t() if transposed else x
+    with pytest.raises(ValueError, match=f"at most {plans_fp8.MAX_SIZE} rows and columns"):
+        swiglu_fp8(x, x)

@@ -264,3 +264,17 @@ def test_more_than_two_to_the_31_elements(packed):
         torch.testing.assert_close(y[part], expected)
         for mine, other in zip(grads, torch.autograd.grad(expected.sum(), few), strict=True):
             torch.testing.assert_close(mine[part], other)
+
+
+@pytest.mark.gpu
+def test_rows_that_end_just_below_two_to_the_31_elements():
+    """The number of tiles of a row, rounded up in 32 bits, would be negative."""
+    cols = 2**31 - 100
+    x = torch.randn(2, cols + 12, device="cuda", dtype=torch.bfloat16)[:, :cols].requires_grad_()
+    y = swiglu(x, x.detach())
+    (dx,) = torch.autograd.grad(y, x, torch.ones((), device="cuda", dtype=y.dtype).expand(y.shape))
+    for part in (slice(0, 5000), slice(-5000, None)):
+        few = x.detach()[:, part].clone().requires_grad_()
+        expected = swiglu_reference(few, few.detach())
+        torch.testing.assert_close(y[:, part], expected)
+        torch.testing.assert_close(dx[:, part], torch.autograd.grad(expected.sum(), few)[0])
