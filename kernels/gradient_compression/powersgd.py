@@ -45,7 +45,8 @@ def power_sgd(
         if number not in factors:
             factors[number] = _first_factor(matrix, rank, number)
     stacks = {shape: torch.stack([matrices[n] for n in numbers]) for shape, numbers in shapes.items()}
-    old = {shape: torch.stack([factors[n] for n in numbers]) for shape, numbers in shapes.items()}
+    # Factors of a loaded state may be on another device.
+    old = {s: torch.stack([factors[n] for n in numbers]).to(stacks[s].device) for s, numbers in shapes.items()}
     left = _means({shape: torch.bmm(m, old[shape]) for shape, m in stacks.items()}, group)
     left = {shape: orthonormal(p) for shape, p in left.items()}
     right = _means({shape: torch.bmm(m.mT, left[shape]) for shape, m in stacks.items()}, group)
