@@ -14,6 +14,7 @@ import torch.distributed as dist
 from .transport import mean_in_place
 
 SEED = 20190531  # of the initial Q, the same on every rank
+EPSILON = 2.0**-52  # of a column of Q, relative to the largest: what the rounding in fp64 leaves of one
 
 
 def worth_it(shape: torch.Size, rank: int) -> bool:
@@ -37,7 +38,8 @@ def power_sgd(
     updated.
 
     One all-reduce for all P and one for all Q. All elements of a matrix that is not finite on some rank become NaN, and
-    its Q is not changed.
+    its Q is not changed. Nor is a column of Q of which at most rounding errors would be left, as after a gradient of
+    zeros: a column of zeros would remain one in all later steps.
     """
     shapes: dict[tuple[int, ...], list[int]] = {}
     for number, matrix in matrices.items():
@@ -53,7 +55,9 @@ def power_sgd(
     result = {}
     for shape, numbers in shapes.items():
         finite = right[shape].isfinite().all(dim=(1, 2), keepdim=True)
-        kept = torch.where(finite, right[shape], old[shape])
+        largest = right[shape].abs().amax(dim=1, keepdim=True)
+        remains = largest > EPSILON * largest.amax(dim=2, keepdim=True)
+        kept = torch.where(finite & remains, right[shape], old[shape])
         product = torch.bmm(left[shape], right[shape].mT)
         for place, number in enumerate(numbers):
             factors[number] = kept[place]

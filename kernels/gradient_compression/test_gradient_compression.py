@@ -331,6 +331,20 @@ def test_power_sgd_finds_a_matrix_of_low_rank():
         torch.testing.assert_close(result[number], matrix, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_power_sgd_recovers_after_matrices_of_lower_rank(rows):
+    """Zeros, as of the first gradient below a layer that begins with zeros; one row, as of a rare token."""
+    factors: dict[int, torch.Tensor] = {}
+    lower = torch.zeros(40, 24, device=DEVICE)
+    for _ in range(6):
+        lower[:rows] = 1e-3 * torch.randn(rows, 24, device=DEVICE)
+        torch.testing.assert_close(power_sgd({0: lower}, factors, None, 4)[0], lower)
+    matrix = 1e-3 * matrix_of_rank(3, 40, 24)
+    for _ in range(3):
+        result = power_sgd({0: matrix}, factors, None, 4)[0]
+    torch.testing.assert_close(result, matrix, rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.gpu
 def test_power_sgd_takes_factors_that_were_loaded_to_another_device():
     """A checkpoint is often loaded to the CPU."""
