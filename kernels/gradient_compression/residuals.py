@@ -49,6 +49,10 @@ class Residuals:
         self._buckets[bucket] = layout, flat
         return flat
 
+    def parts(self) -> list[torch.Tensor]:
+        """The residuals of all parameters, not copied."""
+        return list(self._parts.values())
+
     def state_dict(self) -> dict[int, torch.Tensor]:
         """Copies of the residuals by parameter number."""
         return {number: part.clone() for number, part in self._parts.items()}
