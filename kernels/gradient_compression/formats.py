@@ -72,6 +72,15 @@ def store_float(ptr, x, mask):
 
 
 @triton.jit
+def store_residual(ptr, lost, mask):
+    """Stores errors in a residual, which stays finite: 0 for NaN, and what fp16 cannot hold as its largest number."""
+    lost = tl.where(lost == lost, lost, 0.0)
+    if ptr.dtype.element_ty == tl.float16:
+        lost = tl.minimum(tl.maximum(lost, -65504.0), 65504.0)
+    store_float(ptr, lost, mask)
+
+
+@triton.jit
 def quantize(x, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """Quantises blocks x [rows, BLOCK] in fp32. Returns (codes [rows, width], scales [rows], dequantised values)."""
     x = tl.fma(x, 0.0, x)  # infinities become NaN, as no code represents them

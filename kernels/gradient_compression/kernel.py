@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .formats import decode, load_float, quantize, store_float
+from .formats import decode, load_float, quantize, store_float, store_residual
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def _gradient_compression_quantize_kernel(
     if residual_ptr is not None:
         lost = x - kept
         # A gradient that is not finite reaches every rank once. In the residual it would return in each later step.
-        store_float(residual_ptr + begin + within, tl.where(lost == lost, lost, 0.0), mask)
+        store_residual(residual_ptr + begin + within, lost, mask)
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def _gradient_compression_reduce_kernel(
                 lost = lost * WORLD
             residual_ptr += tl.cast(begin, tl.int64)
             lost = load_float(residual_ptr + within, mask) + tl.where(lost == lost, lost, 0.0)
-            store_float(residual_ptr + within, lost, mask)
+            store_residual(residual_ptr + within, lost, mask)
     else:
         store_float(out_ptr + within, total, mask)
 

@@ -50,7 +50,8 @@ def gradient_compression(
 
     tensor     fp32, fp16 or bf16, any shape, with the same number of elements on each rank; updated in place. Copied
                and copied back if it is not contiguous, as is the residual.
-    residual   None or a tensor of tensor's shape, of any of these dtypes (bf16 is enough), initially zeros; updated
+    residual   None or a tensor of tensor's shape, of any of these dtypes (bf16 is enough), initially zeros; updated.
+               In fp16 errors beyond ±65504 are stored as these, and the rest of them is lost.
     group      the process group, by default the world. Without a group, or with one rank, the formula is computed for
                N = 1: quantised and dequantised twice, nothing sent.
     kind       "int8", "fp8" or "int4"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from .transport import mean_in_place
 
 SEED = 20190531  # of the initial Q, the same on every rank
+EPSILON = 2.0**-52  # of a column of Q, relative to the largest: what the rounding in fp64 leaves of one
 
 
 def worth_it(shape: torch.Size, rank: int) -> bool:
@@ -37,7 +38,8 @@ def power_sgd(
     updated.
 
     One all-reduce for all P and one for all Q. All elements of a matrix that is not finite on some rank become NaN, and
-    its Q is not changed.
+    its Q is not changed. Nor is a column of Q of which at most rounding errors would be left, as after a gradient of
+    zeros: a column of zeros would remain one in all later steps.
     """
     shapes: dict[tuple[int, ...], list[int]] = {}
     for number, matrix in matrices.items():
@@ -45,19 +47,27 @@ def power_sgd(
         if number not in factors:
             factors[number] = _first_factor(matrix, rank, number)
     stacks = {shape: torch.stack([matrices[n] for n in numbers]) for shape, numbers in shapes.items()}
-    old = {shape: torch.stack([factors[n] for n in numbers]) for shape, numbers in shapes.items()}
-    left = _means({shape: torch.bmm(m, old[shape]) for shape, m in stacks.items()}, group)
+    # Factors of a loaded state may be on another device.
+    old = {s: torch.stack([factors[n] for n in numbers]).to(stacks[s].device) for s, numbers in shapes.items()}
+    left = _means({shape: _product(m, old[shape]) for shape, m in stacks.items()}, group)
     left = {shape: orthonormal(p) for shape, p in left.items()}
-    right = _means({shape: torch.bmm(m.mT, left[shape]) for shape, m in stacks.items()}, group)
+    right = _means({shape: _product(m.mT, left[shape]) for shape, m in stacks.items()}, group)
     result = {}
     for shape, numbers in shapes.items():
         finite = right[shape].isfinite().all(dim=(1, 2), keepdim=True)
-        kept = torch.where(finite, right[shape], old[shape])
-        product = torch.bmm(left[shape], right[shape].mT)
+        largest = right[shape].abs().amax(dim=1, keepdim=True)
+        remains = largest > EPSILON * largest.amax(dim=2, keepdim=True)
+        kept = torch.where(finite & remains, right[shape], old[shape])
+        product = _product(left[shape], right[shape].mT)
         for place, number in enumerate(numbers):
             factors[number] = kept[place]
             result[number] = product[place]
     return result
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a · b in their dtype, also if the backward runs inside of autocast, which casts nothing where `out` is given."""
+    return torch.bmm(a, b, out=a.new_empty(a.shape[0], a.shape[1], b.shape[2]))
 
 
 def orthonormal(p: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ def exchange_reference(
             x = x + residual.reshape(-1).to(dtype)
         y = roundtrip(x, kind)
         total = total + y
-        kept.append(None if residual is None else _finite(x - y).to(residual.dtype))
+        kept.append(None if residual is None else _stored(x - y, residual.dtype))
     if average:
         total = total * (1 / world)
     y = roundtrip(total, kind)
@@ -58,7 +58,7 @@ def exchange_reference(
     for rank, residual in enumerate(kept):
         if residual is not None:
             own = slice(min(rank * size, numel), min((rank + 1) * size, numel))
-            residual[own] = (residual[own].to(dtype) + lost[own]).to(residual.dtype)
+            residual[own] = _stored(residual[own].to(dtype) + lost[own], residual.dtype)
     return y.to(tensors[0].dtype).reshape(shape), [None if r is None else r.reshape(shape) for r in kept]
 
 
@@ -76,6 +76,12 @@ def roundtrip(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), 0, x)
+
+
+def _stored(lost: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Errors as a residual of that dtype has them. It stays finite: what fp16 cannot hold is its largest number."""
+    lost = _finite(lost)
+    return (lost.clamp(-65504, 65504) if dtype == torch.float16 else lost).to(dtype)
 
 
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None, world: int) -> list[torch.Tensor]:

@@ -49,18 +49,27 @@ class Residuals:
         self._buckets[bucket] = layout, flat
         return flat
 
+    def parts(self) -> list[torch.Tensor]:
+        """The residuals of all parameters, not copied."""
+        return list(self._parts.values())
+
     def state_dict(self) -> dict[int, torch.Tensor]:
         """Copies of the residuals by parameter number."""
         return {number: part.clone() for number, part in self._parts.items()}
 
     def load_state_dict(self, parts: dict[int, torch.Tensor]) -> None:
-        """Loads residuals. Raises ValueError if one has another number of elements than the present one."""
+        """Loads residuals; those that are not given become zero, as before a parameter's first compressed step. Raises
+        ValueError if one has another number of elements than the present one, and then loads none."""
         for number, part in parts.items():
             here = self._parts.get(number)
-            if here is None:
-                self._parts[number] = part.detach().clone()
-            elif here.numel() != part.numel():
+            if here is not None and here.numel() != part.numel():
                 sizes = f"{here.numel()} elements, got {part.numel()}"
                 raise ValueError(f"CompressState: residual {number} must have {sizes}")
+        for number, here in self._parts.items():
+            if number not in parts:
+                here.zero_()
+        for number, part in parts.items():
+            if (here := self._parts.get(number)) is None:
+                self._parts[number] = part.detach().clone()
             else:
                 here.copy_(part)

@@ -97,4 +97,8 @@ class CompressState:
             torch.cuda.current_stream(device).wait_stream(stream)
         self.residuals.load_state_dict(state["residuals"])
         self.factors = {number: factor.detach().clone() for number, factor in state["factors"].items()}
+        # The copies belong to the current stream, and the hook's frees them while its kernels may still read them.
+        for tensor in (*self.residuals.parts(), *self.factors.values()):
+            if tensor.is_cuda:
+                tensor.record_stream(self.stream(tensor.device))
         self.step = state["step"]

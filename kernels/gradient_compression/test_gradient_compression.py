@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from . import CompressState, break_even_bandwidth, configs, gradient_compression
+from . import CompressState, break_even_bandwidth, configs, gradient_compression, topk
 from .bench import SPEC, cost
 from .chunks import BITS, KINDS, Chunks
 from .configs import BLOCK
@@ -135,6 +135,18 @@ def test_values_that_are_not_finite_reach_the_result_and_not_the_residual(kind):
     # They do not affect a block's scale, so the other elements are the same as without them.
     kept = ~y.isnan()
     assert (y[kept] == clean[kept]).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_residual_in_fp16_stays_finite(kind, in_place):
+    """Half a step of large gradients in fp32 is more than fp16 holds, in either quantisation."""
+    tensors = [1e8 * torch.randn(700, device=DEVICE) for _ in range(2)]
+    residuals = [torch.zeros(700, dtype=torch.float16, device=DEVICE) for _ in range(2)]
+    want, kept = exchange_reference(tensors, residuals, kind, True)
+    assert all(same(result, want) for result in simulated(tensors, residuals, kind, True, in_place))
+    assert all(same(a, b) and a.isfinite().all() for a, b in zip(residuals, kept, strict=True))
+    assert max(float(r.abs().max()) for r in residuals) == 65504
 
 
 def test_error_feedback_makes_up_for_what_was_lost():
@@ -272,7 +284,11 @@ def test_residuals_move_with_their_parameters():
     loaded.load_state_dict(residuals.state_dict())
     assert loaded.of(5, [(1, 0, 6)], torch.zeros(6)).tolist() == [4, 5, 6, 7, 8, 9]
     with pytest.raises(ValueError, match="residual 0 must have 4 elements"):
-        residuals.load_state_dict({0: torch.zeros(3)})
+        residuals.load_state_dict({1: torch.zeros(6), 0: torch.zeros(3)})
+    assert second.tolist() == [0, 0, 4, 5, 6, 7, 8, 9]
+    # A state from before the first compressed step, as of the warm-up, has none for a parameter.
+    residuals.load_state_dict({1: torch.ones(6)})
+    assert second.tolist() == [0, 0, *[1] * 6] and not third.any()
 
 
 def test_top_k_keeps_the_largest_and_leaves_the_others():
@@ -288,6 +304,19 @@ def test_top_k_keeps_the_largest_and_leaves_the_others():
     assert x[7].isnan() and residual.isfinite().all()
 
 
+@pytest.mark.parametrize("residual", [None, torch.bfloat16])
+def test_top_k_sends_indices_that_int32_does_not_hold(residual, monkeypatch):
+    """As of more than 2^31 elements: 21 indices, an odd number, after which 8 bytes are not aligned."""
+    x, found = torch.randn(200, device=DEVICE), []
+    for most in (topk.INT32, 199):
+        monkeypatch.setattr(topk, "INT32", most)
+        kept = None if residual is None else torch.zeros(200, dtype=residual, device=DEVICE)
+        found.append((x.clone(), kept))
+        top_k(*found[-1], None, 0.105, 200)
+    (a, kept), (b, again) = found
+    assert torch.equal(a, b) and same(kept, again) and (a != 0).sum() == 21
+
+
 def matrix_of_rank(rank: int, rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, rank, device=DEVICE) @ torch.randn(rank, columns, device=DEVICE)
 
@@ -300,6 +329,41 @@ def test_power_sgd_finds_a_matrix_of_low_rank():
     assert sorted(factors) == [0, 3, 5]
     for number, matrix in matrices.items():
         torch.testing.assert_close(result[number], matrix, rtol=1e-4, atol=1e-4)
+
+
+def test_power_sgd_inside_of_autocast_multiplies_in_fp32():
+    """Values this small would be 0 in fp16."""
+    matrix = 1e-9 * matrix_of_rank(2, 40, 24)
+    plain = power_sgd({0: matrix}, {}, None, 4)[0]
+    with torch.autocast(DEVICE, torch.float16 if DEVICE == "cuda" else torch.bfloat16):
+        inside = power_sgd({0: matrix}, {}, None, 4)[0]
+    assert torch.equal(inside, plain) and plain.any()
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_power_sgd_recovers_after_matrices_of_lower_rank(rows):
+    """Zeros, as of the first gradient below a layer that begins with zeros; one row, as of a rare token."""
+    factors: dict[int, torch.Tensor] = {}
+    lower = torch.zeros(40, 24, device=DEVICE)
+    for _ in range(6):
+        lower[:rows] = 1e-3 * torch.randn(rows, 24, device=DEVICE)
+        torch.testing.assert_close(power_sgd({0: lower}, factors, None, 4)[0], lower)
+    matrix = 1e-3 * matrix_of_rank(3, 40, 24)
+    for _ in range(3):
+        result = power_sgd({0: matrix}, factors, None, 4)[0]
+    torch.testing.assert_close(result, matrix, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_power_sgd_takes_factors_that_were_loaded_to_another_device():
+    """A checkpoint is often loaded to the CPU."""
+    matrices = {0: matrix_of_rank(2, 40, 24)}
+    factors: dict[int, torch.Tensor] = {}
+    power_sgd(matrices, factors, None, 2)
+    loaded = {number: factor.cpu() for number, factor in factors.items()}
+    want, got = (power_sgd(matrices, of_it, None, 2)[0] for of_it in (factors, loaded))
+    torch.testing.assert_close(got, want)
+    assert loaded[0].device == matrices[0].device
 
 
 def test_power_sgd_passes_on_what_is_not_finite_and_keeps_its_factors():

@@ -143,3 +143,28 @@ def test_power_sgd_keeps_what_its_factors_lose() -> None:
     assert torch.linalg.matrix_rank(bucket.gradients()[3]) == 3 and kept[3].any()
     assert torch.equal(result[600:650], given[600:650])
     assert {number: tuple(factor.shape) for number, factor in state.factors.items()} == {0: (30, 3), 3: (40, 3)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int8", "topk", "powersgd"])
+def test_a_loaded_state_is_read_before_its_memory_is_used_again(kind: str) -> None:
+    """The hook's stream is behind the current one, which gets the memory of what the hook has freed, and writes it."""
+    bucket, first = Bucket(*SHAPES), CompressState(kind=kind, rank=3, min_numel=100)
+    called(first, bucket)
+    saved, given, found = first.state_dict(), torch.randn_like(bucket.memory), []
+    for waits in (False, True):
+        torch.cuda.synchronize()
+        state = CompressState(kind=kind, rank=3, min_numel=100)
+        state.load_state_dict(saved)
+        bucket.memory.copy_(given)
+        if waits:
+            with torch.cuda.stream(state.stream(bucket.memory.device)):
+                torch.cuda._sleep(10**8)
+        done = compress_hook(state, bucket)
+        loaded = [*saved["residuals"].values(), *saved["factors"].values()]
+        others = [torch.full_like(tensor, torch.nan) for tensor in loaded for _ in range(4 * waits)]
+        result = done.wait().clone()
+        found.append([result, *state.state_dict()["residuals"].values()])
+        torch.cuda.synchronize()
+        del others
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

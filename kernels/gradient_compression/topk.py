@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from .transport import all_gather
 
+INT32 = 2**31 - 1  # elements of which int32 holds every index; for more, indices of 8 bytes are sent
+
 
 def top_k(
     x: torch.Tensor, residual: torch.Tensor | None, group: dist.ProcessGroup | None, ratio: float, numel: int
@@ -27,8 +29,9 @@ def top_k(
         wide[places] = 0.0
         residual.copy_(torch.where(wide.isfinite(), wide, 0.0))
     total = torch.zeros_like(wide)
-    sent = torch.cat((values.view(torch.int32), places.to(torch.int32)))
+    index = places if x.numel() > INT32 else places.to(torch.int32)
+    sent = torch.cat((values.view(torch.int32), index.view(torch.int32)))
     for part in all_gather(sent, group):
-        at = part[count:].long()
+        at = part[count:].clone().view(index.dtype).long()  # a copy, as 8 bytes may not be aligned
         total[at] += part[:count].view(torch.float32)  # indices of a rank are distinct: no atomics, a fixed order
     x.copy_(total / (1 if group is None else group.size()))

@@ -16,6 +16,7 @@ from .blocks import Fetched, Handed, Ring, fp32, like
 from .chains import Cut
 from .compute import attend_backward, attention_delta, zero
 from .gather import gather, scatter
+from .rows import rows_like
 from .schedule import schedule
 from .sums import Sums, of_all, of_keys, of_queries
 
@@ -49,7 +50,7 @@ def _keys(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     most = max(ring.problem.k_lengths)
     transport = ring.transport(q.device, fp32(shapes(most)), like((k, v), most))
     plan, handed = of_keys(ring.problem, ring.rank), Handed(transport, steps, shapes, q.device)
-    dq, result, mine = _empty(q), _result(q), [_empty(k), _empty(v)]
+    dq, result, mine = _empty(q), rows_like(q), [_empty(k), _empty(v)]
     chains = ring.chains(q, k)  # after all allocations, which belong to this stream
     fetched = Fetched(transport, steps, (k, v), chains)
 
@@ -119,7 +120,7 @@ def _gathered(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     """All keys and values are gathered again; their owners sum the gradients of all ranks."""
     keys, values, transport = gather(ring, k, v, gradients=True)
     plan = of_all(ring.problem, ring.rank)
-    dq, result, whole = _empty(q), torch.empty_like(q), [_empty(keys), _empty(values)]
+    dq, result, whole = _empty(q), rows_like(q), [_empty(keys), _empty(values)]
     parts = dout, q, keys, values, lse, delta, dq, *whole
     for call, of_q, of_k in plan.stages[0]:
         attend_backward(call, *parts, scale=ring.scale, of_q=of_q, of_k=of_k, result=result)
@@ -150,13 +151,6 @@ def _collect(
         for sums, contribution in zip(mine, more, strict=True):
             sums[:, :, first:last].add_(contribution)
     return [torch.empty_like(t).copy_(sums) for t, sums in zip(like or (), mine, strict=False)]
-
-
-def _result(q: torch.Tensor) -> torch.Tensor:
-    """Returns memory for the final dq, with contiguous rows of D: in q's memory order unless torch.empty_like makes
-    another dimension the innermost one, as for the overlapping windows of `unfold`."""
-    made = torch.empty_like(q)
-    return made if made.stride(3) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from .blocks import Fetched, Handed, Ring, fp32, like
 from .chains import Cut
 from .compute import attend, merge
 from .gather import gather
+from .rows import rows_like
 from .schedule import gathered_calls, schedule, shifted
 
 
@@ -15,7 +16,7 @@ def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     """Returns out, like q, and lse [B, Hq, Sq], fp32."""
     if ring.rotate == "queries":
         return _queries(ring, q, k, v)
-    result = torch.empty_like(q)
+    result = rows_like(q)
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     lse = _no_key(q)
     if ring.rotate == "gather":

@@ -105,7 +105,8 @@ def cut(x: torch.Tensor, dim: int, rank: int, world: int, layout: str) -> torch.
     if layout == "striped":
         return x[_at(x, dim, slice(rank, None, world))].contiguous()
     parts = [x.narrow(dim, run.position, run.rows) for run in runs(lengths, rank, layout)]
-    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).contiguous()
+    # Of tensors in a channels-last format torch.cat makes another one.
+    return torch.cat(parts, dim).contiguous() if parts else x.narrow(dim, 0, 0).contiguous()
 
 
 def unshard(

@@ -20,7 +20,6 @@ from .layout import check_layout
 from .op import ring_attention
 
 Model = TypeVar("Model", bound=Callable[..., Any])
-SEQUENCE = 2  # the dimension S of [B, H, S, D]
 _HOOKS = "_ridgeline_context_parallel"
 
 
@@ -40,7 +39,7 @@ def context_parallel(
         attention(q, k, v, causal=, scale=, return_lse=)                               of this package
 
     become `ring_attention` with group, layout and rotate, for q, k and v [B, H, S, D] (or [B, S, D], one head).
-    DTensors must be sharded along S over the mesh's dimension, and so is the result.
+    DTensors must be sharded along S over the mesh's dimension, all three alike, and so is the result.
 
     model_or_fn  An nn.Module is changed in place: hooks on each of its modules replace attention, also when activation
                  checkpointing recomputes a module in the backward. A function is wrapped, and the backward of its
@@ -110,6 +109,9 @@ class _Mode(TorchFunctionMode):
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         if meshes and (len(placements) < len(tensors) or len(meshes) > 1):
             raise ValueError("context_parallel: q, k and v must all be DTensors of one mesh, or none of them")
+        if len(set(placements)) > 1:  # query heads would meet other KV heads than in the whole tensors
+            told = ", ".join(map(str, placements))
+            raise ValueError(f"context_parallel: q, k and v must have the same placements, got {told}")
         flat = local[0].dim() == 3
         q, k, v = (t.unsqueeze(1) for t in local) if flat else local
         shared: dict[str, Any] = {"causal": causal, "scale": scale, "return_lse": return_lse}
@@ -194,10 +196,9 @@ def _placements(x: DTensor, group: dist.ProcessGroup) -> tuple:
     """Returns the placements of a DTensor that is sharded along the sequence over the group. ValueError for another."""
     for dimension, placement in enumerate(x.placements):
         if x.device_mesh.get_group(dimension) == group:
-            if placement != Shard(SEQUENCE):
-                raise ValueError(
-                    f"context_parallel: DTensors must have {Shard(SEQUENCE)} over the mesh, got {placement}"
-                )
+            sequence = Shard(x.dim() - 2)
+            if placement != sequence:
+                raise ValueError(f"context_parallel: DTensors must have {sequence} over the mesh, got {placement}")
             return tuple(x.placements)
     raise ValueError("context_parallel: DTensors must be on the mesh passed to context_parallel")
 

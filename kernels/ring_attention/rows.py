@@ -1,8 +1,15 @@
-"""Contiguous copies of tensors."""
+"""Tensors whose rows are contiguous."""
 
 from __future__ import annotations
 
 import torch
+
+
+def rows_like(x: torch.Tensor) -> torch.Tensor:
+    """Returns an uninitialised tensor with the shape and dtype of x, and its order of dimensions unless rows would not
+    be contiguous, as the kernels write rows."""
+    made = torch.empty_like(x)
+    return made if made.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def copied(x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:

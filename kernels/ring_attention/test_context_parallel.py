@@ -112,9 +112,9 @@ def test_under_ddp_and_fsdp2(tmp_path):
 
 def _of_a_function(rank: int, world: int) -> tuple[torch.Tensor, ...]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    mesh = init_device_mesh("cpu", (world,))
+    mesh, pair = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (1, world), mesh_dim_names=("cp", "tp"))
     attend = context_parallel(F.scaled_dot_product_attention, mesh, layout="contiguous")
     q, k, v = (shard(t, 2, layout="contiguous").requires_grad_() for t in _qkv())
     out = attend(q, k, v, is_causal=True, enable_gqa=True)
@@ -123,10 +123,20 @@ def _of_a_function(rank: int, world: int) -> tuple[torch.Tensor, ...]:
     cut = attend(*tensors, is_causal=True, enable_gqa=True)
     assert isinstance(cut, DTensor) and cut.placements == (Shard(2),)
     torch.testing.assert_close(cut.to_local(), out.detach())
+    with pytest.raises(ValueError, match="must have the same placements"):
+        whole = [DTensor.from_local(t.detach(), pair, [Shard(2), Shard(1)]) for t in (q, k)]
+        other = DTensor.from_local(v.detach(), pair, [Shard(2), Replicate()])
+        context_parallel(F.scaled_dot_product_attention, pair["cp"])(*whole, other, enable_gqa=True)
+    tensors = [DTensor.from_local(t[:, 0].detach(), mesh, [Shard(1)]) for t in (q, k, v)]  # [B, S, D]
+    flat = attend(*tensors, is_causal=True)
+    assert isinstance(flat, DTensor) and flat.placements == (Shard(1),)
+    torch.testing.assert_close(flat.to_local(), out[:, 0].detach())
+    with pytest.raises(ValueError, match="DTensors must have"):
+        attend(*(DTensor.from_local(t.to_local(), mesh, [Shard(2)]) for t in tensors))
     for options, words in (
         (dict(attn_mask=torch.ones(1)), "attn_mask must be None"),
         (dict(dropout_p=0.1), "dropout_p must be 0"),
-        (dict(), "need enable_gqa"),
+        (dict(), "enable_gqa must be True"),
     ):
         with pytest.raises(ValueError, match=words):
             attend(q, k, v, **options)

@@ -22,6 +22,8 @@ def test_what_is_cut_up_is_put_together_again(length: int, world: int, layout: s
     assert lengths == list(even_lengths(length, world, layout)) and max(lengths) - min(lengths) <= 2
     assert all(block.is_contiguous() for block in blocks)
     assert torch.equal(assemble(blocks, 1, layout), x)
+    last = torch.randn(2, 3, length, 2).to(memory_format=torch.channels_last)
+    assert all(cut(last, 2, rank, world, layout).is_contiguous() for rank in range(world))
 
 
 @given(st.integers(0, 60), WORLDS, LAYOUT)

@@ -188,6 +188,8 @@ def _at_length(rank: int, world: int) -> dict[str, object]:
     out, lse = ring_attention(x4, x4, x4, return_lse=True)
     (out.sum() + lse.sum()).backward()  # incoming gradients of stride 0
     found["expanded"] = x4.grad is not None and bool(x4.grad.isfinite().all())
+    for rotate in ROTATIONS:
+        found[rotate] = _of_any_strides(rotate)
     pair = dist.new_group([0, 2])
     if rank != 1:
         q = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(1))
@@ -208,9 +210,20 @@ def _at_length(rank: int, world: int) -> dict[str, object]:
     return found
 
 
+def _of_any_strides(rotate: str) -> bool:
+    """Whether inputs whose rows are not contiguous have the results of contiguous ones."""
+    tensors = [torch.randn(2, 2, 4, 8) for _ in range(4)]
+    found = []
+    for given in (tensors, [x.mT.contiguous().mT for x in tensors]):
+        leaves = [x.clone().requires_grad_() for x in given[:3]]
+        out = ring_attention(*leaves, causal=True, rotate=rotate)
+        found.append((out, *torch.autograd.grad(out, leaves, given[3])))
+    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
+
+
 def test_groups_and_repeats() -> None:
     ranks = [found["group"] for found in _ranks(3)]
-    assert all(found[layout] for found in ranks for layout in LAYOUTS)
+    assert all(found[name] for found in ranks for name in (*LAYOUTS, *ROTATIONS))
     assert all(found["again"] and found["still"] and found["expanded"] for found in ranks)
     assert ranks[0]["pair"] and ranks[2]["pair"] and "group must be" in str(ranks[1]["outside"])
 

@@ -140,6 +140,7 @@ def partial(q, k, v, out, lse, *, causal=False, scale=None, q_offset=0, k_offset
     """`attention_partial` in PyTorch, many times faster than the interpreter, with strict checks of its arguments."""
     assert out.dtype == lse.dtype == torch.float32 and lse.stride(2) == out.stride(3) == 1
     assert out.shape == q.shape and (result is None or (result.shape, result.dtype) == (q.shape, q.dtype))
+    assert result is None or not result.numel() or result.stride(3) == 1
     keys = torch.cat([torch.full((*lse.shape, 1), -math.inf), _scores(q, k, causal, scale, q_offset, k_offset)], 3)
     keys[..., 0] = lse
     new = keys.logsumexp(3)
@@ -177,5 +178,6 @@ def partial_backward(
         gradient.copy_(gradient + share if add_dkdv else share)
     dq.copy_(dq + ds @ wide_k if add_dq else ds @ wide_k)
     if result is not None:
+        assert not result.numel() or result.stride(3) == 1
         result.copy_(dq)
         dq.fill_(math.nan)
