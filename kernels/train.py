@@ -326,6 +326,10 @@ class TrainStep:
         # A generator that was used in the capture stays registered with it, and could not be used outside a graph.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         generator.graphsafe_set_state(generator.clone_state())
+        # What the step had done on the host: unscaled gradients, and casts of weights, neither of them computed.
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.pop(id(self.optimizer), None)
+        torch.clear_autocast_cache()
         self._shapes.clear()
         self._pool = None
 

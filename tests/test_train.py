@@ -282,6 +282,29 @@ def test_a_capture_that_fails_leaves_the_step_usable() -> None:
 
 
 @pytest.mark.gpu
+def test_a_capture_that_fails_in_the_optimizer_leaves_the_scaler_and_autocast_usable() -> None:
+    """Gradients that were only captured do not count as unscaled, nor are casts of weights read that were."""
+    (model, optimizer), (other, other_optimizer) = made("cuda"), made("cuda")
+    scalers = [torch.amp.GradScaler("cuda", init_scale=2.0**10) for _ in range(2)]
+    step = TrainStep(loss_of(model), optimizer, scaler=scalers[0], clip=CLIP)
+
+    def wait(*_) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            step.grad_norm.item()
+
+    optimizer.register_step_pre_hook(wait)
+    with pytest.warns(UserWarning, match="without a CUDA graph"):
+        for batch in batches(5, "cuda"):
+            with torch.autocast("cuda", torch.float16):
+                step(**batch)
+            with torch.autocast("cuda", torch.float16):
+                by_hand(other, other_optimizer, [batch], clip=CLIP, scaler=scalers[1])
+    assert "the capture failed" in step.reason and step.updates == 5
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
 def test_a_scaler_needs_an_optimizer_that_takes_it() -> None:
     model, _ = made("cuda")
     step = TrainStep(loss_of(model), torch.optim.AdamW(model.parameters()), scaler=torch.amp.GradScaler("cuda"))
