@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
@@ -385,6 +385,22 @@ def test_the_activation_is_that_of_the_layer(how: str) -> None:
             each.model.layers[0].mlp.act_fn = nn.ReLU()
     assert patched(patch(models[0]))["mlp"] == 1
     same_step(*models)
+
+
+class Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def test_a_class_derived_from_a_patched_one_is_left_alone() -> None:
+    model, reference = patch(made("llama")), made("llama")
+    for each in (model, reference):
+        parametrize.register_parametrization(each.model.norm, "weight", Twice())
+    assert patched(unpatch(model)) == dict(norm=1)
+    with torch.no_grad():
+        close(model(TOKENS).logits, reference(TOKENS).logits)
+    parametrize.remove_parametrizations(model.model.norm, "weight")
+    assert not patched(unpatch(model))
 
 
 def test_models_that_share_a_configuration() -> None:

@@ -76,9 +76,10 @@ def patch(model: nn.Module, *, except_: Collection[str] = ()) -> nn.Module:
 
 
 def unpatch(model: nn.Module) -> nn.Module:
-    """Undoes `patch` in every layer and returns the model. A model that is not patched is not changed."""
+    """Undoes `patch` in every layer and returns the model. A model that is not patched is not changed. A layer stays
+    patched while its class is one that was derived from the patched one, as torch.nn.utils.parametrize does."""
     for module in model.modules():
-        if original := getattr(type(module), "_ridgeline_original", None):
+        if original := vars(type(module)).get("_ridgeline_original"):
             module.__class__ = original
     attention.give_back(model)
     return model
