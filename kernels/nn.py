@@ -210,7 +210,8 @@ class RotaryEmbedding(nn.Module):
         """cos and sin [P, dim / 2], fp32, P at least `positions` and max_positions."""
         found = self._tables.get(device)
         if found is None or found[0].shape[0] < positions:
-            if torch.is_inference_mode_enabled():  # its tensors could not be saved for a backward later
+            if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+                # Tensors of inference mode could not be saved for a backward later.
                 with torch.inference_mode(False):
                     return self.tables(device, positions)
             if found is not None:

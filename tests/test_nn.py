@@ -160,6 +160,14 @@ def test_rotary_tables_of_inference_serve_training_and_outlive_longer_ones() -> 
     assert not copy.deepcopy(module)._outgrown
 
 
+def test_rotary_tables_are_made_and_grow_in_a_compiled_graph() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(ours.RotaryEmbedding(8, max_positions=4), fullgraph=True, backend="aot_eager")
+    for rows in (3, 9):
+        q = rand(1, rows, 2, 8)
+        close(compiled(q), rotated(q, torch.arange(rows, device=DEVICE)[None], 10000.0))
+
+
 class Heads(nn.Module):
     """LlamaAttention in PyTorch."""
 

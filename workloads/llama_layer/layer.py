@@ -329,7 +329,8 @@ class LlamaLayer(nn.Module):
         """cos and sin [length, D / 2] in fp32, cached by length."""
         key = device, length
         if key not in self._angles:
-            if torch.is_inference_mode_enabled():  # its tensors could not be saved for a backward later
+            if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+                # Tensors of inference mode could not be saved for a backward later.
                 with torch.inference_mode(False):
                     return self.angles(device, length)
             self._angles[key] = rope_tables(length, self.config.head_dim, self.config.rope_base, device)
