@@ -239,6 +239,15 @@ def test_a_query_after_a_cache_longer_than_the_window(head_dim: int) -> None:
     close(*found)
 
 
+def test_a_cap_that_only_the_layers_have_is_not_left_out() -> None:
+    """SDPA, which computes what is not ours, refuses it."""
+    model = made("gemma2")
+    model.config.attn_logit_softcapping = None  # too late for the layers
+    assert patched(patch(model))["attention"] == 2
+    with pytest.raises(ValueError, match="does not support `softcap`"):
+        model(TOKENS)
+
+
 def test_the_loss_of_several_micro_batches_of_capped_logits_and_of_shifted_labels() -> None:
     model, reference = patch(made("gemma2")), made("gemma2")
     same_step(model, reference, num_items_in_batch=torch.tensor(11, device=DEVICE))

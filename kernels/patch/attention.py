@@ -130,8 +130,9 @@ def attend(
     # Without a mask of `mask` a window that hides keys is a causal one, whatever the argument is_causal says.
     windowed = attention_mask is None and sliding_window is not None and keys >= sliding_window
     causal = bool(causal or windowed) and queries > 1
-    ours = attention_mask is None and not dropout and kwargs.get("position_bias") is None
-    if not ours or kwargs.get("cache") is not None or query.shape[-1] > MAX_HEAD_DIM or value.shape != key.shape:
+    others = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
+    ours = attention_mask is None and not dropout and not others
+    if not ours or query.shape[-1] > MAX_HEAD_DIM or value.shape != key.shape:
         return _by_sdpa(
             module,
             query,
