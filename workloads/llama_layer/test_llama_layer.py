@@ -91,6 +91,8 @@ def test_hugging_faces_layer_has_the_same_result_and_gradients() -> None:
     close(a.grad, b.grad)
     close(ours.w_down.grad, theirs.mlp.down_proj.weight.grad)
     close(ours.w_qkv.grad[:24], theirs.self_attn.q_proj.weight.grad)
+    with pytest.raises(ValueError, match="without biases, got self_attn.q_proj.bias"):
+        ours.load_llama({**theirs.state_dict(), "self_attn.q_proj.bias": torch.ones(24)})
 
 
 @pytest.mark.parametrize("name", ["torch-sdpa", "hugging-face"])
