@@ -204,11 +204,18 @@ class RotaryEmbedding(nn.Module):
         self.dim, self.base, self.max_positions = dim, base, max_positions
         self.interleaved, self.layout = interleaved, layout
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._outgrown: list[tuple[torch.Tensor, torch.Tensor]] = []  # a CUDA graph may still read them
 
     def tables(self, device: torch.device, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [P, dim / 2], fp32, P at least `positions` and max_positions."""
         found = self._tables.get(device)
         if found is None or found[0].shape[0] < positions:
+            if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+                # Tensors of inference mode could not be saved for a backward later.
+                with torch.inference_mode(False):
+                    return self.tables(device, positions)
+            if found is not None:
+                self._outgrown.append(found)
             length = max(self.max_positions, positions if found is None else max(positions, 2 * found[0].shape[0]))
             pair = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
             angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), self.base**-pair)
@@ -233,7 +240,7 @@ class RotaryEmbedding(nn.Module):
 
     def __getstate__(self) -> dict:
         """The state without tables, which a copy computes again."""
-        return {**self.__dict__, "_tables": {}}
+        return {**self.__dict__, "_tables": {}, "_outgrown": []}
 
     def extra_repr(self) -> str:
         return f"{self.dim}, base={self.base}, interleaved={self.interleaved}"

@@ -105,6 +105,7 @@ class TrainStep:
         self.device = next(p.device for group in optimizer.param_groups for p in group["params"])
         self.reason: str | None = None
         self.calls = self.updates = 0
+        self._loaded = 0  # calls at the last load_state_dict
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=self.device)
         self._ring = torch.zeros(history, dtype=torch.float32, device=self.device)
         self._cursor = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -131,7 +132,7 @@ class TrainStep:
 
     def losses(self) -> torch.Tensor:
         """The losses of the last calls, at most `history`, oldest first: fp32, on the CPU. Synchronises."""
-        kept = min(self.calls, self.history)
+        kept = min(self.calls - self._loaded, self.history)
         start = (self.calls - kept) % self.history
         return torch.roll(self._ring.cpu(), -start)[:kept]
 
@@ -146,6 +147,8 @@ class TrainStep:
             torch.cuda.synchronize(self.device)
         self._shapes.clear()
         self._pool, self._tables = None, PointerTables()
+        if self.reason is None:
+            self._make_capturable()  # the groups of a loaded state dict replace lr, capturable and steps
 
     def state_dict(self) -> dict[str, int]:
         """The state of the schedule and the accumulation. Model, optimizer and scaler have their own state dicts."""
@@ -159,6 +162,7 @@ class TrainStep:
             )
         self.reset()
         self.calls, self.updates = state["calls"], state["updates"]
+        self._loaded = self.calls
         self._cursor.fill_(self.calls % self.history)
 
     def _unfit(self, capture: bool) -> str | None:
@@ -175,10 +179,10 @@ class TrainStep:
         """Makes lr a tensor on the device, and lets the optimizer count steps on the device."""
         # PyTorch's optimizers would warn of steps without a graph, such as the first ones.
         self.optimizer._warned_capturable_if_run_uncaptured = True
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+        for group in self.optimizer.param_groups:
             lr = group["lr"]
             if not isinstance(lr, torch.Tensor) or lr.device != self.device:
-                group["lr"] = torch.tensor(rate, dtype=torch.float32, device=self.device)
+                group["lr"] = torch.tensor(float(lr), dtype=torch.float32, device=self.device)
             if "capturable" in group:
                 group["capturable"] = True
             for param in group["params"]:
@@ -322,6 +326,10 @@ class TrainStep:
         # A generator that was used in the capture stays registered with it, and could not be used outside a graph.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         generator.graphsafe_set_state(generator.clone_state())
+        # What the step had done on the host: unscaled gradients, and casts of weights, neither of them computed.
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.pop(id(self.optimizer), None)
+        torch.clear_autocast_cache()
         self._shapes.clear()
         self._pool = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -145,6 +146,26 @@ def test_rotary_embedding_at_given_positions_and_of_longer_sequences() -> None:
     for options in (dict(dim=7), dict(dim=8, max_positions=0)):
         with pytest.raises(ValueError, match="RotaryEmbedding"):
             ours.RotaryEmbedding(**options)
+
+
+def test_rotary_tables_of_inference_serve_training_and_outlive_longer_ones() -> None:
+    """The latter for CUDA graphs, which read the table with which they were captured."""
+    module, q = ours.RotaryEmbedding(8, max_positions=4), rand(1, 3, 2, 8)
+    with torch.inference_mode():
+        module(q)
+    module(q.requires_grad_()).sum().backward()
+    tables = [weakref.ref(table) for table in module.tables(q.device, 3)]
+    module(rand(1, 9, 2, 8))
+    assert all(table() is not None for table in tables)
+    assert not copy.deepcopy(module)._outgrown
+
+
+def test_rotary_tables_are_made_and_grow_in_a_compiled_graph() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(ours.RotaryEmbedding(8, max_positions=4), fullgraph=True, backend="aot_eager")
+    for rows in (3, 9):
+        q = rand(1, rows, 2, 8)
+        close(compiled(q), rotated(q, torch.arange(rows, device=DEVICE)[None], 10000.0))
 
 
 class Heads(nn.Module):

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
@@ -190,11 +191,17 @@ def test_training_with_labels_makes_no_cache_unless_it_is_asked_for() -> None:
     assert model.eval()(TOKENS, labels=TOKENS).past_key_values is not None
 
 
-@pytest.mark.parametrize("how", ["argument", "config"])
-def test_attention_to_both_sides_stays(how: str) -> None:
-    """Llama's by `is_causal`, Gemma 3's by its configuration."""
-    name, asked = ("llama", dict(is_causal=False)) if how == "argument" else ("gemma3", {})
-    options = {} if how == "argument" else dict(use_bidirectional_attention=True)
+@pytest.mark.parametrize(
+    ("name", "options", "asked"),
+    [
+        ("llama", {}, dict(is_causal=False)),
+        ("gemma3", dict(use_bidirectional_attention=True), {}),
+        ("mistral", dict(is_causal=False), {}),  # with a window to both sides
+        ("mistral", {}, dict(is_causal=False)),  # whose window is causal nevertheless
+    ],
+    ids=["argument", "config", "window", "window-argument"],
+)
+def test_attention_to_both_sides_stays(name: str, options: dict, asked: dict) -> None:
     model, reference = patch(made(name, **options)), made(name, **options)
     with torch.no_grad():
         close(model(TOKENS, use_cache=False, **asked).logits, reference(TOKENS, use_cache=False, **asked).logits)
@@ -219,6 +226,28 @@ def test_generation(name: str, cache: str) -> None:
         assert torch.equal(model.generate(**given, **options), reference.generate(**given, **options))
 
 
+@pytest.mark.parametrize("head_dim", [8, pytest.param(264, id="by-sdpa")])
+def test_a_query_after_a_cache_longer_than_the_window(head_dim: int) -> None:
+    """A cache made without a configuration keeps keys that the window hides."""
+    model, reference = (made("mistral", head_dim=head_dim) for _ in range(2))
+    found = []
+    for each in (patch(model), reference):
+        cache = transformers.DynamicCache()
+        with torch.no_grad():
+            each(TOKENS[:, :8], past_key_values=cache)
+            found.append(each(TOKENS[:, 8:], past_key_values=cache).logits)
+    close(*found)
+
+
+def test_a_cap_that_only_the_layers_have_is_not_left_out() -> None:
+    """SDPA, which computes what is not ours, refuses it."""
+    model = made("gemma2")
+    model.config.attn_logit_softcapping = None  # too late for the layers
+    assert patched(patch(model))["attention"] == 2
+    with pytest.raises(ValueError, match="does not support `softcap`"):
+        model(TOKENS)
+
+
 def test_the_loss_of_several_micro_batches_of_capped_logits_and_of_shifted_labels() -> None:
     model, reference = patch(made("gemma2")), made("gemma2")
     same_step(model, reference, num_items_in_batch=torch.tensor(11, device=DEVICE))
@@ -236,6 +265,27 @@ def test_logits_are_there_where_somebody_wants_them() -> None:
     assert loss.dim() == 0
     model.loss_function = lambda logits, labels, **_: logits.sum()
     assert model(TOKENS, labels=TOKENS).logits is not None
+
+
+def half_as_much(head: nn.Linear) -> None:
+    head.forward = lambda x: nn.functional.linear(x * 0.5, head.weight, head.bias)
+
+
+def pruned(head: nn.Linear) -> None:
+    prune.l1_unstructured(head, "weight", 0.5)  # a hook before each call computes the weight
+
+
+def with_another_gradient(head: nn.Linear) -> None:
+    head.register_full_backward_hook(lambda module, grads, _: (grads[0].flip(-1),))
+
+
+@pytest.mark.parametrize("change", [half_as_much, pruned, with_another_gradient])
+def test_a_head_whose_call_does_more_is_called(change) -> None:
+    model, reference = patch(made("llama")), made("llama")
+    for each in (model, reference):
+        change(each.lm_head)
+    same_step(model, reference)
+    same_step(model, reference)
 
 
 class LowRank(nn.Module):
@@ -330,6 +380,46 @@ def test_an_activation_that_no_kernel_has_stays() -> None:
     model, reference = (made("llama", hidden_act="quick_gelu") for _ in range(2))
     assert "mlp" not in patched(patch(model))
     same_step(model, reference)
+
+
+@pytest.mark.parametrize("how", ["config", "layer"])
+def test_the_activation_is_that_of_the_layer(how: str) -> None:
+    """Not of a second name in Gemma's configuration, nor the one that was replaced in the layer."""
+    name, options = (
+        ("gemma", dict(hidden_act="relu", hidden_activation="gelu_pytorch_tanh")) if how == "config" else ("llama", {})
+    )
+    models = [made(name, **options) for _ in range(2)]
+    if how == "layer":
+        for each in models:
+            each.model.layers[0].mlp.act_fn = nn.ReLU()
+    assert patched(patch(models[0]))["mlp"] == 1
+    same_step(*models)
+
+
+class Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def test_a_class_derived_from_a_patched_one_is_left_alone() -> None:
+    model, reference = patch(made("llama")), made("llama")
+    for each in (model, reference):
+        parametrize.register_parametrization(each.model.norm, "weight", Twice())
+    assert patched(unpatch(model)) == dict(norm=1)
+    with torch.no_grad():
+        close(model(TOKENS).logits, reference(TOKENS).logits)
+    parametrize.remove_parametrizations(model.model.norm, "weight")
+    assert not patched(unpatch(model))
+
+
+def test_models_that_share_a_configuration() -> None:
+    first = made("llama")
+    second = type(first)(first.config)
+    for each in (first, second):
+        patch(each)
+    for each in (first, second):
+        unpatch(each)
+    assert first.config._attn_implementation == "sdpa" and not patched(first) and not patched(second)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kernels.adamw import AdamW
+from kernels.nn import RotaryEmbedding
 from kernels.train import TrainStep
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -158,8 +159,9 @@ def test_state_is_taken_up_again() -> None:
     other_optimizer.param_groups[0]["lr"] = 1e-2
     second = TrainStep(loss_of(other), other_optimizer, schedule=factor)
     second.load_state_dict(first.state_dict())
-    for batch in data[2:]:
-        second(**batch)
+    assert second.losses().numel() == 0
+    returned = [second(**batch) for batch in data[2:]]
+    assert torch.equal(second.losses(), torch.stack(returned))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert second.state_dict() == {"calls": 4, "updates": 4}
 
@@ -280,6 +282,29 @@ def test_a_capture_that_fails_leaves_the_step_usable() -> None:
 
 
 @pytest.mark.gpu
+def test_a_capture_that_fails_in_the_optimizer_leaves_the_scaler_and_autocast_usable() -> None:
+    """Gradients that were only captured do not count as unscaled, nor are casts of weights read that were."""
+    (model, optimizer), (other, other_optimizer) = made("cuda"), made("cuda")
+    scalers = [torch.amp.GradScaler("cuda", init_scale=2.0**10) for _ in range(2)]
+    step = TrainStep(loss_of(model), optimizer, scaler=scalers[0], clip=CLIP)
+
+    def wait(*_) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            step.grad_norm.item()
+
+    optimizer.register_step_pre_hook(wait)
+    with pytest.warns(UserWarning, match="without a CUDA graph"):
+        for batch in batches(5, "cuda"):
+            with torch.autocast("cuda", torch.float16):
+                step(**batch)
+            with torch.autocast("cuda", torch.float16):
+                by_hand(other, other_optimizer, [batch], clip=CLIP, scaler=scalers[1])
+    assert "the capture failed" in step.reason and step.updates == 5
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
 def test_a_scaler_needs_an_optimizer_that_takes_it() -> None:
     model, _ = made("cuda")
     step = TrainStep(loss_of(model), torch.optim.AdamW(model.parameters()), scaler=torch.amp.GradScaler("cuda"))
@@ -292,3 +317,41 @@ def test_batches_may_come_from_the_host() -> None:
     step = TrainStep(loss_of(model), optimizer)
     losses = [step(**batch) for batch in batches(5)]
     assert all(loss.is_cuda for loss in losses) and step.captured == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
+def test_a_loaded_optimizer_keeps_its_schedule_in_a_graph(ours: bool) -> None:
+    """Its groups have lr as a number, which would be a constant of the graph."""
+    data, factor = batches(12, "cuda"), lambda step: 0.5**step
+    (model, optimizer), (other, other_optimizer) = made("cuda"), made("cuda")
+    if ours:
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+    step = TrainStep(loss_of(model), optimizer, schedule=factor)
+    optimizer.load_state_dict(made("cuda")[1].state_dict())
+    step.reset()
+    for batch in data:
+        step(**batch)
+    by_hand(other, other_optimizer, data, schedule=factor)
+    assert step.reason is None and step.captured == 1
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_graph_reads_the_rotary_table_with_which_it_was_captured() -> None:
+    """Though a longer batch has replaced the table, and other tensors have taken memory since."""
+    torch.manual_seed(0)
+    rotary = RotaryEmbedding(8, max_positions=4)
+    weight = nn.Parameter(torch.randn(8, device="cuda"))
+    optimizer = torch.optim.AdamW([weight], lr=0.0, weight_decay=0.0, fused=True)
+    step = TrainStep(lambda x: (rotary(x) * weight).square().sum() + (rotary(x) * weight).sum(), optimizer)
+    short, long = (torch.randn(1, rows, 2, 8, device="cuda") for rows in (4, 64))
+    expected, *_ = (step(x=short) for _ in range(4))
+    assert step.captured == 1
+    step(x=long)
+    with torch.cuda.stream(step._side):  # on which the table was allocated
+        fillers = [torch.full((4, 4), torch.nan, device="cuda") for _ in range(256)]
+    torch.cuda.synchronize()
+    torch.testing.assert_close(step(x=short), expected)
+    assert len(fillers) == 256

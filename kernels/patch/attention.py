@@ -34,7 +34,9 @@ def use(model: nn.Module) -> None:
 def give_back(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, _KEPT):
-            module.set_attn_implementation(getattr(module, _KEPT))
+            # If it is ours, another model that shares the configuration was patched first, and restores it.
+            if getattr(module, _KEPT) != NAME:
+                module.set_attn_implementation(getattr(module, _KEPT))
             delattr(module, _KEPT)
 
 
@@ -100,10 +102,11 @@ def _register() -> None:
 
 def mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
     """None if positions alone determine what a query attends to: causal attention, with a window or without. Otherwise
-    SDPA's mask, which includes padding and the borders of packed sequences."""
+    SDPA's mask, which includes padding, the borders of packed sequences, and windows to both sides."""
     from transformers.masking_utils import sdpa_mask
 
-    return sdpa_mask(*args, local_size=None, **kwargs)
+    causal = kwargs.get("allow_is_causal_skip", True)
+    return sdpa_mask(*args, local_size=None if causal else local_size, **kwargs)
 
 
 def attend(
@@ -124,9 +127,12 @@ def attend(
         attention_mask = None
     queries, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(causal) and queries > 1
-    ours = attention_mask is None and not dropout and kwargs.get("position_bias") is None
-    if not ours or kwargs.get("cache") is not None or query.shape[-1] > MAX_HEAD_DIM or value.shape != key.shape:
+    # Without a mask of `mask` a window that hides keys is a causal one, whatever the argument is_causal says.
+    windowed = attention_mask is None and sliding_window is not None and keys >= sliding_window
+    causal = bool(causal or windowed) and queries > 1
+    others = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
+    ours = attention_mask is None and not dropout and not others
+    if not ours or query.shape[-1] > MAX_HEAD_DIM or value.shape != key.shape:
         return _by_sdpa(
             module,
             query,
@@ -157,9 +163,12 @@ def _by_sdpa(
     sliding_window: int | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The cases that PyTorch's SDPA computes. If the mask does not include the window yet, it is added."""
+    """The cases that PyTorch's SDPA computes. If the mask does not include the window yet, it is added; a single query
+    needs only the last keys."""
     sdpa = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
     queries, keys = query.shape[2], key.shape[2]
+    if attention_mask is None and queries == 1 and sliding_window is not None:
+        key, value = key[:, :, -sliding_window:], value[:, :, -sliding_window:]
     if attention_mask is None and causal and sliding_window is not None and keys >= sliding_window:
         keys = queries  # as above
         key, value = key[:, :, :keys], value[:, :, :keys]

@@ -53,9 +53,7 @@ def gated(module: nn.Module) -> Callable | None:
     """The new forward of a feed-forward layer, gated or Phi's without a gate, or None."""
     if _family(module, "MLP") is None:
         return None
-    config = module.config
-    name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    activation = ACTIVATIONS.get(name) if isinstance(name, str) else None
+    activation = _activation(module)
     if activation is None:
         return None
     if hasattr(module, "gate_up_proj"):
@@ -63,6 +61,15 @@ def gated(module: nn.Module) -> Callable | None:
     if hasattr(module, "gate_proj"):
         return _separate(activation)
     return _two_matrices(APPROXIMATE[activation]) if activation in APPROXIMATE else None
+
+
+def _activation(module: nn.Module) -> str | None:
+    """The activation that a feed-forward layer has, in `swiglu`'s name, or None if `swiglu` does not support it. It may
+    differ from its configuration's, which can have several, and is not read again after the layer is made."""
+    from transformers.activations import ACT2FN
+
+    own = type(getattr(module, "act_fn", getattr(module, "activation_fn", None)))
+    return next((ours for name, ours in ACTIVATIONS.items() if type(ACT2FN[name]) is own), None)
 
 
 @cache

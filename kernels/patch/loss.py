@@ -73,7 +73,10 @@ def _plain(model: Any) -> bool:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     head = model.lm_head
-    return type(head) is nn.Linear and not head._forward_hooks and model.loss_function is ForCausalLMLoss
+    # Hooks may also compute the weight, as those of torch.nn.utils.prune do, or move it to the device.
+    hooks = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
+    linear = type(head) is nn.Linear and "forward" not in vars(head) and not any(hooks)
+    return linear and model.loss_function is ForCausalLMLoss
 
 
 def _loss(

@@ -1,8 +1,9 @@
 """patch and unpatch: which layers of a model are known, and how they are replaced.
 
 A layer is replaced by changing its class to a subclass of the same name with another `forward`. Parameters, buffers,
-hooks, the names in a state dict and the results of isinstance do not change, nor do other models of the same kind. To
-undo it, the original class is restored.
+hooks, the names in a state dict and the results of isinstance do not change, nor do other models of the same kind,
+except that models which share a configuration object share its attention implementation. To undo it, the original class
+is restored.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def patch(model: nn.Module, *, except_: Collection[str] = ()) -> nn.Module:
                  (Gemma 2) keeps its own.
     "loss"       in training with labels, `linear_cross_entropy`. The output then has no logits, which are never all in
                  memory, and no cache unless `use_cache=True` is given. Not replaced if the head is more than a linear
-                 layer, or with a custom loss function.
+                 layer or has hooks, or with a custom loss function.
 
     model    Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2, Gemma 3 (text), Phi, Phi-3, or a module that contains such a
              model, like PEFT's wrappers. Linear layers are not changed, so LoRA's are not either.
@@ -75,9 +76,10 @@ def patch(model: nn.Module, *, except_: Collection[str] = ()) -> nn.Module:
 
 
 def unpatch(model: nn.Module) -> nn.Module:
-    """Undoes `patch` in every layer and returns the model. A model that is not patched is not changed."""
+    """Undoes `patch` in every layer and returns the model. A model that is not patched is not changed. A layer stays
+    patched while its class is one that was derived from the patched one, as torch.nn.utils.parametrize does."""
     for module in model.modules():
-        if original := getattr(type(module), "_ridgeline_original", None):
+        if original := vars(type(module)).get("_ridgeline_original"):
             module.__class__ = original
     attention.give_back(model)
     return model

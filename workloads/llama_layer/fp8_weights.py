@@ -53,7 +53,7 @@ def product(
         y = scaled_mm(rows, weight.data.t(), of_rows, of, weight.scale.t(), of, output_dtype=dtype, use_fast_accum=fast)
     else:
         y = fp8_matmul(rows, weight.data, of_rows, weight.scale, out_dtype=dtype, fast_accum=fast)
-    return y.view(*data.shape[:-1], -1)
+    return y.view(*data.shape[:-1], y.shape[-1])
 
 
 def pick_backend(backend: str, possible: bool) -> str:

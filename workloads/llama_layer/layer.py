@@ -314,21 +314,30 @@ class LlamaLayer(nn.Module):
         self._quantised: dict[str, tuple[nn.Parameter, tuple, FP8Weight]] = {}
 
     def load_llama(self, state: dict[str, torch.Tensor]) -> None:
-        """Loads the weights of a LlamaDecoderLayer. Raises KeyError for a missing one."""
+        """Loads the weights of a LlamaDecoderLayer. Raises KeyError for a missing one, ValueError for one that this
+        layer does not have, such as a bias."""
         joined = {
-            "norm_attention": [state["input_layernorm.weight"]],
-            "w_qkv": [state[f"self_attn.{name}_proj.weight"] for name in "qkv"],
-            "w_o": [state["self_attn.o_proj.weight"]],
-            "norm_ffn": [state["post_attention_layernorm.weight"]],
-            "w_up": [state[f"mlp.{name}_proj.weight"] for name in ("gate", "up")],
-            "w_down": [state["mlp.down_proj.weight"]],
+            "norm_attention": ["input_layernorm.weight"],
+            "w_qkv": [f"self_attn.{name}_proj.weight" for name in "qkv"],
+            "w_o": ["self_attn.o_proj.weight"],
+            "norm_ffn": ["post_attention_layernorm.weight"],
+            "w_up": [f"mlp.{name}_proj.weight" for name in ("gate", "up")],
+            "w_down": ["mlp.down_proj.weight"],
         }
-        self.load_state_dict({name: torch.cat(parts) for name, parts in joined.items()})
+        known = {part for parts in joined.values() for part in parts}
+        others = [name for name in state if name not in known and not name.endswith("rotary_emb.inv_freq")]
+        if others:
+            raise ValueError(f"LlamaLayer: state must be that of a Llama layer without biases, got {', '.join(others)}")
+        self.load_state_dict({name: torch.cat([state[part] for part in parts]) for name, parts in joined.items()})
 
     def angles(self, device: torch.device, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [length, D / 2] in fp32, cached by length."""
         key = device, length
         if key not in self._angles:
+            if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+                # Tensors of inference mode could not be saved for a backward later.
+                with torch.inference_mode(False):
+                    return self.angles(device, length)
             self._angles[key] = rope_tables(length, self.config.head_dim, self.config.rope_base, device)
         return self._angles[key]
 

@@ -52,6 +52,25 @@ def test_the_module_is_the_function_of_its_weights(ffn: str) -> None:
         LlamaLayer(LayerConfig(24, 4, 2, 20, ffn="relu"))
 
 
+def test_tables_of_inference_serve_training() -> None:
+    layer, x = LlamaLayer(TINY, device=DEVICE), torch.randn(2, 7, 24, device=DEVICE)
+    with torch.inference_mode():
+        expected = layer(x)
+    out = layer(x)
+    close(out, expected.clone())
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_no_rows(fp8: bool, shape: tuple[int, int]) -> None:
+    layer, x = LlamaLayer(LayerConfig(32, 4, 2, 48), fp8=fp8, device=DEVICE), torch.ones(*shape, 32, device=DEVICE)
+    with torch.no_grad():
+        assert layer(x).shape == x.shape
+    layer(x.requires_grad_()).sum().backward()
+    assert x.grad.shape == x.shape and all(not p.grad.any() for p in layer.parameters())
+
+
 def test_hugging_faces_layer_has_the_same_result_and_gradients() -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -72,6 +91,8 @@ def test_hugging_faces_layer_has_the_same_result_and_gradients() -> None:
     close(a.grad, b.grad)
     close(ours.w_down.grad, theirs.mlp.down_proj.weight.grad)
     close(ours.w_qkv.grad[:24], theirs.self_attn.q_proj.weight.grad)
+    with pytest.raises(ValueError, match="without biases, got self_attn.q_proj.bias"):
+        ours.load_llama({**theirs.state_dict(), "self_attn.q_proj.bias": torch.ones(24)})
 
 
 @pytest.mark.parametrize("name", ["torch-sdpa", "hugging-face"])
