@@ -297,7 +297,7 @@ def test_results_of_another_machine_are_added(tmp_path, monkeypatch, capsys):
 
 def test_which_gpus_are_used(monkeypatch):
     assert options.gpus("0, 2") == ["0", "2"]
-    with pytest.raises(argparse.ArgumentTypeError, match="no list of GPUs"):
+    with pytest.raises(argparse.ArgumentTypeError, match="not a list of GPUs"):
         options.gpus("0,,1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
     assert options.visible_gpus() == ["1", "3"]
