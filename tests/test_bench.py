@@ -41,7 +41,7 @@ def test_an_implementation_that_is_another_one_once_more_is_not_timed():
         with group._guarded(name):
             group._once(name)
     assert list(group.done) == ["triton-fused"]
-    assert group.done["triton-fused"]["reason"] == "its forward is that of auto"
+    assert group.done["triton-fused"]["reason"] == "same forward as auto"
 
 
 @pytest.mark.parametrize("kernel", registry.names())
