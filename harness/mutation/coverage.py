@@ -8,6 +8,7 @@ for its position.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import subprocess
 import sys
@@ -37,6 +38,11 @@ def places_of(kernel: str) -> dict[str, list[cuda_blocks.Mark]]:
     return {path.relative_to(folder).as_posix(): cuda_blocks.marks(path.read_text(encoding="utf-8")) for path in files}
 
 
+def first_numbers(places: Mapping[str, Sequence[cuda_blocks.Mark]]) -> dict[str, int]:
+    """The number of the first mark of each file."""
+    return dict(zip(places, itertools.accumulate(map(len, places.values()), initial=0), strict=False))
+
+
 def near(
     places: Mapping[str, Sequence[cuda_blocks.Mark]],
     every: Iterable[Mutant],
@@ -44,15 +50,11 @@ def near(
 ) -> dict[str, list[list[str]]]:
     """Key of a mutant → a few launchers, given those of each mark, ordered by size. Mutants without a mark are left
     out."""
-    firsts, total = {}, 0
-    for file, own in places.items():
-        firsts[file] = total
-        total += len(own)
-    found = {}
+    first, found = first_numbers(places), {}
     for mutant in every:
         mark = cuda_blocks.mark_of(places.get(mutant.file, ()), mutant.start)
         if mark is not None:
-            found[mutant.key] = [list(launcher) for launcher in few([executed.get(firsts[mutant.file] + mark, ())])]
+            found[mutant.key] = [list(launcher) for launcher in few([executed.get(first[mutant.file] + mark, ())])]
     return found
 
 
@@ -150,15 +152,14 @@ def main(kernel: str, share: int, shares: int, out: Path) -> None:
 
 def write_marks(folder: Path, places: Mapping[str, Sequence[cuda_blocks.Mark]]) -> int:
     """Writes the marks into a copy of a kernel's folder. Returns their number."""
-    first = 0
+    first, size = first_numbers(places), sum(map(len, places.values()))
     for file, own in places.items():
         path = folder / file
-        path.write_text(cuda_blocks.marked(path.read_text(encoding="utf-8"), own, first), encoding="utf-8")
-        first += len(own)
-    prelude = cuda_blocks.PRELUDE.format(array=cuda_blocks.ARRAY, size=max(1, first))
+        path.write_text(cuda_blocks.marked(path.read_text(encoding="utf-8"), own, first[file]), encoding="utf-8")
+    prelude = cuda_blocks.PRELUDE.format(array=cuda_blocks.ARRAY, size=max(1, size))
     for path in folder.rglob("*.cu"):
         path.write_text(prelude + path.read_text(encoding="utf-8"), encoding="utf-8")
-    return first
+    return size
 
 
 def reader(driver: ModuleType, size: int) -> Callable[[], list[int]]:
