@@ -219,7 +219,7 @@ def test_a_process_measures_its_share(tmp_path):
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, cwd=registry.ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert lines and all(line["status"] == "pass" for line in lines) and any(line["marks"] for line in lines)
+    assert {line["status"] for line in lines} <= {"pass", "skip"} and any(line["marks"] for line in lines)
 
 
 def test_nothing_is_begun_after_the_deadline():

@@ -95,7 +95,7 @@ def test_inside_a_compiled_function() -> None:
         (dict(dq=torch.empty(2, 4, 37, 16, dtype=torch.float64)), TypeError, "dq must be a tensor of q's dtype"),
         (dict(dk=torch.empty(2, 2, 20, 16)), ValueError, "dk must be"),
         (dict(dv=torch.empty(2, 2, 16, 21).transpose(2, 3)), ValueError, "dv must have contiguous rows"),
-        (dict(dk=torch.empty(2, 1, 21, 16).expand(2, 2, 21, 16)), ValueError, "not expanded"),
+        (dict(dk=lambda: torch.empty(2, 1, 21, 16, device=DEVICE).expand(2, 2, 21, 16)), ValueError, "not expanded"),
         (dict(lse=torch.empty(2, 4, 37, dtype=torch.float64)), TypeError, "lse must be a tensor of float32"),
         (dict(lse=torch.empty(37, 4, 2).permute(2, 1, 0)), ValueError, "lse must be contiguous"),
         (dict(dlse=torch.empty(2, 4, 1)), ValueError, "dlse must be"),
@@ -108,7 +108,8 @@ def test_inside_a_compiled_function() -> None:
 def test_refusals(change, error, message) -> None:
     q, k, v, dout = _inputs(torch.float32)
     given = dict(dout=dout, q=q, k=k, v=v, out=torch.zeros_like(q), lse=torch.zeros(2, 4, 37, device=DEVICE))
-    given |= {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in change.items()}
+    for name, x in change.items():  # `to` would make an expanded tensor contiguous
+        given[name] = x() if callable(x) else x.to(DEVICE) if isinstance(x, torch.Tensor) else x
     with torch.no_grad(), pytest.raises(error, match=message):
         attention_backward(**given)
 

@@ -260,7 +260,8 @@ def test_stages(parts: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
 
     def differentiated(results, inputs, *modules):
         grads = plain(results, inputs, *modules)
-        assert all(grad is not None and grad.isfinite().all() for grad in grads)
+        if not (DEVICE == "cuda" and torch.cuda.is_current_stream_capturing()):
+            assert all(grad is not None and grad.isfinite().all() for grad in grads)
         seen.append(len(results))
         return grads
 
@@ -279,15 +280,15 @@ def test_stages_that_the_bench_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bench records stages of ours and of PyTorch's parts, but not of implementations that share stages with these,
     of compiled ones, or if stages are computed again."""
     monkeypatch.setattr(bench, "stages", partial(stages, repeats=1))
-    case, cpu = SPEC.case("tiny-5-3-b2-fp32"), torch.device("cpu")
+    case, device = SPEC.case("tiny-5-3-b2-fp32"), torch.device(DEVICE)
     for name in ("auto", "torch-flash"):
-        found = bench.stage_seconds(name, case, "train", cpu)
+        found = bench.stage_seconds(name, case, "train", device)
         assert found is not None and tuple(found) == STAGES
         none = {"layers"} if name == "torch-flash" else {"layers", "loss"}
         assert {stage for stage, seconds in found.items() if not seconds} == none
     for name in ("torch-mlp", "torch-flash-compile", "fp8"):
-        assert bench.stage_seconds(name, case, "train", cpu) is None
-    assert bench.stage_seconds("auto", SPEC.case("tiny-3-2-b1-checkpoint-block-fp32"), "train", cpu) is None
+        assert bench.stage_seconds(name, case, "train", device) is None
+    assert bench.stage_seconds("auto", SPEC.case("tiny-3-2-b1-checkpoint-block-fp32"), "train", device) is None
     assert set(SPEC.ablation) >= {"auto", *bench.ABLATIONS}
 
 
