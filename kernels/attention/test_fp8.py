@@ -101,6 +101,8 @@ def test_maxima_that_rise_after_a_section(dim, return_lse):
         bits, scales = e4m3(v[0, h // 2].cpu(), rows)
         values = bits.view(torch.float8_e4m3fn).double() * scales.repeat_interleave(rows)[:2600, None]
         wanted = (weights / weights.sum()) @ values
-        torch.testing.assert_close(out[0, h].double().cpu(), wanted.expand(70, dim), rtol=2**-6, atol=0)
+        # The tensor core truncates the addends of a sum to 13 bits below its leading bit. Here this is 1.3 % of out:
+        # products with values have up to 8 bits, those with the ones that give the row sum have 4.
+        torch.testing.assert_close(out[0, h].double().cpu(), wanted.expand(70, dim), rtol=0.025, atol=0)
     if lse is not None:
         torch.testing.assert_close(lse, torch.full_like(lse, weights.sum().log().item()), rtol=1e-5, atol=1e-4)

@@ -212,7 +212,8 @@ def test_steps_agree(how: str, projections: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["ours", "torch", "torch-compile"])
 def test_rounding_in_the_optimizer(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit the same as rounding at the beginning of each step; elements that no GEMM reads are not changed."""
+    """The same as rounding at the beginning of each step; elements that no GEMM reads are not changed. Bit for bit on
+    the CPU: on a GPU, AdamW with master weights is another kernel, in which other sums may be fused multiply-adds."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     _flat_update.cache_clear()
     apart, together = step_inputs(torch.float16), step_inputs(torch.float16)
@@ -220,7 +221,9 @@ def test_rounding_in_the_optimizer(optimizer: str, monkeypatch: pytest.MonkeyPat
     for _ in range(2):
         losses = [transformer_np(**inputs, optimizer=optimizer)[0] for inputs in (apart, together)]
         assert torch.equal(*losses)
-    assert torch.equal(apart["weights"], together["weights"]) and torch.equal(apart["exp_avg"], together["exp_avg"])
+    exact = dict(rtol=0, atol=0) if DEVICE == "cpu" else dict(rtol=1e-6, atol=1e-8)
+    for state in ("weights", "exp_avg"):
+        torch.testing.assert_close(apart[state], together[state], **exact)
     sizes, before = together["sizes"], step_inputs(torch.float16)["weights"].half()
     copies, weights, first = (views(t, sizes) for t in (together["rounded"], together["weights"], before))
     for name, copy in copies.items():

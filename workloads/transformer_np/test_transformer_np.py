@@ -87,11 +87,14 @@ def test_ours_and_pytorchs_parts_agree() -> None:
 @pytest.mark.parametrize("checkpoint", ["block", "attention"])
 @pytest.mark.parametrize("parts", [PLAIN, {**PLAIN, "attention": "auto"}, OURS_IN_BLOCKS])
 def test_checkpoints_change_nothing(checkpoint: str, parts: dict[str, str]) -> None:
+    """Except that on a GPU a forward that keeps nothing may be another kernel, which rounds other intermediate results."""
     batch, two = task(2, 4, 3), dataclasses.replace(TINY, layers=2)
     models = [two.model(generator=generator(), checkpoint=kind, **parts).to(DEVICE) for kind in ("none", checkpoint)]
     for model in models:
         model.loss(**batch).backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(*(m.parameters() for m in models), strict=True))
+    exact = dict(rtol=0, atol=0) if DEVICE == "cpu" else dict(rtol=1e-4, atol=1e-5)
+    for a, b in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, **exact)
 
 
 def _named(ops: list[str], text: str) -> int:
@@ -276,6 +279,7 @@ def test_stages(parts: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="the case is fp32, for which PyTorch has flash attention only on the CPU")
 def test_stages_that_the_bench_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bench records stages of ours and of PyTorch's parts, but not of implementations that share stages with these,
     of compiled ones, or if stages are computed again."""

@@ -288,15 +288,16 @@ def _consume(
             _release(q_empty.index(C))
         last = (it - 1) % STAGES
         o = _values(p, v_smem, last, o)
-        # lse, overlapped with the last P V. A row that sees no key has the maximum -inf.
+        # lse, overlapped with the last P V. A row that sees no key has the sum 0. That of a row of NaN is NaN, although
+        # its maximum is -inf as well: a maximum leaves NaN out.
         total = gl.convert_layout(gl.sum(total, 1), rows)
-        lse = gl.where(m == float("-inf"), m, (m * scale_log2 + gl.log2(total)) * 0.6931471805599453)
+        lse = gl.where(total == 0.0, float("-inf"), (m * scale_log2 + gl.log2(total)) * 0.6931471805599453)
         row = first_row + gl.arange(0, 64, rows)
         gl.store(lse_ptr + head.to(gl.int64) * num_q + row, lse, mask=row < num_q)
         tma.store_wait(0)  # the previous tile's store has then read o_smem; the barrier in _release covers all threads
         o = warpgroup_mma_wait(0, [o])
         _release(v_empty.index(last))
-        o = gl.where(_rows_of(m, o) == float("-inf"), 0.0, o * _rows_of(1.0 / total, o))
+        o = gl.where(_rows_of(total, o) == 0.0, 0.0, o * _rows_of(1.0 / total, o))
         o_smem.index(C).reshape([64, D]).store(o.to(k_smem.dtype))
         fence_async_shared()
         _cta_barrier()
