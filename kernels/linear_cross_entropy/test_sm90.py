@@ -377,8 +377,8 @@ def test_what_is_not_finite(compiler) -> None:
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("scratch", [None, 0])
 def test_logits_as_low_as_they_can_be(compiler, scratch: int | None) -> None:
-    """Rows whose logits are all equal, and so low that 1.5 times as much, the largest term of a sum that is the gradient
-    of hidden, is finite in fp32."""
+    """Rows whose logits are all equal and as low as can be: 1.5 times as much, the largest term of the sums that are
+    hidden's gradient, is finite in fp32."""
     hidden, weight = (torch.zeros(n, 8, dtype=torch.bfloat16, device="cuda") for n in (300, 522))
     hidden[:, 0], weight[:, 0] = 1, -2e38
     target = torch.arange(300, device="cuda")

@@ -87,7 +87,7 @@ def test_ours_and_pytorchs_parts_agree() -> None:
 @pytest.mark.parametrize("checkpoint", ["block", "attention"])
 @pytest.mark.parametrize("parts", [PLAIN, {**PLAIN, "attention": "auto"}, OURS_IN_BLOCKS])
 def test_checkpoints_change_nothing(checkpoint: str, parts: dict[str, str]) -> None:
-    """Except that on a GPU a forward that keeps nothing may be another kernel, which rounds other intermediate results."""
+    """On a GPU, a forward that keeps nothing may be another kernel, which rounds other intermediate results."""
     batch, two = task(2, 4, 3), dataclasses.replace(TINY, layers=2)
     models = [two.model(generator=generator(), checkpoint=kind, **parts).to(DEVICE) for kind in ("none", checkpoint)]
     for model in models:
