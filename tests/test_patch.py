@@ -240,7 +240,6 @@ def test_a_query_after_a_cache_longer_than_the_window(head_dim: int) -> None:
 
 
 def test_a_cap_that_only_the_layers_have_is_not_left_out() -> None:
-    """SDPA, which computes what is not ours, refuses it."""
     model = made("gemma2")
     model.config.attn_logit_softcapping = None  # too late for the layers
     assert patched(patch(model))["attention"] == 2

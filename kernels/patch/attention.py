@@ -122,7 +122,10 @@ def attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [B, H, Sq, D], key and value [B, Hkv, Sk, D] -> ([B, Sq, H, D], None for the weights). The last query
-    attends to all keys, or to its window of them. A mask without keys, which is that of `unmasked`, means no mask."""
+    attends to all keys, or to its window of them. A mask without keys, which is that of `unmasked`, means no mask.
+    Raises ValueError for scores with a cap, which SDPA does not support either; older versions of it ignore the cap."""
+    if kwargs.get("softcap") is not None:
+        raise ValueError("patch: ridgeline's attention does not support `softcap`; patch with except_=('attention',)")
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         attention_mask = None
     queries, keys = query.shape[2], key.shape[2]
@@ -130,7 +133,7 @@ def attend(
     # Without a mask of `mask` a window that hides keys is a causal one, whatever the argument is_causal says.
     windowed = attention_mask is None and sliding_window is not None and keys >= sliding_window
     causal = bool(causal or windowed) and queries > 1
-    others = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
+    others = any(kwargs.get(name) is not None for name in ("position_bias", "cache"))
     ours = attention_mask is None and not dropout and not others
     if not ours or query.shape[-1] > MAX_HEAD_DIM or value.shape != key.shape:
         return _by_sdpa(

@@ -57,7 +57,7 @@ def pick_rows_config(cols: int) -> RowsConfig:
     block_n = triton.next_power_of_2(cols)
     if block_n <= 2048:
         return RowsConfig(2048 // block_n, block_n, 0, 4)
-    tail = triton.next_power_of_2(cols - block_n // 2)
+    tail = max(4, triton.next_power_of_2(cols - block_n // 2))  # encode converts four elements at a time
     if tail <= block_n // 4:
         return RowsConfig(1, block_n // 2, tail, min(32, block_n // 1024))
     return RowsConfig(1, block_n, 0, min(32, block_n // 512))

@@ -128,6 +128,7 @@ def test_every_row_fits_into_its_pieces() -> None:
     for cols in (1, 2, 127, 2048, 2049, 4096, 5120, 5121, 8192, 11008, 13824, 16385, 28672, 32768):
         config = configs.pick_rows_config(cols)
         assert config.block_n + config.tail >= cols
+        assert config.tail == 0 or config.tail >= 4  # one instruction converts four elements
         assert config.block_m * (config.block_n + config.tail) <= 32 * 32 * config.num_warps
     assert configs.pick_rows_config(11008) == configs.RowsConfig(1, 8192, 4096, 16)
 
