@@ -26,9 +26,11 @@ MEMORY_KEPT = 1 << 30  # bytes
 if not HAS_GPU:
     # Triton decides when @triton.jit is reached, so this comes before the first import of a kernel.
     os.environ["TRITON_INTERPRET"] = "1"
+    from harness import interpreter
     from tests.lean_interpreter import make_lean
 
     make_lean()
+    interpreter.ignore_nan()
 
 # The template's files carry a placeholder for a name; tests/test_new.py tests what is made from them.
 collect_ignore = ["harness/template"]

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from . import interpreter
+
 if TYPE_CHECKING:
     from .spec import KernelSpec
 
@@ -50,10 +52,13 @@ def load(name: str) -> KernelSpec:
     FileNotFoundError for a path that does not exist.
     """
     if is_path(name):
-        return _load_outside(name)
-    if name in outside():
-        return _load_outside(outside()[name])
-    return _load_own(name)
+        spec = _load_outside(name)
+    elif name in outside():
+        spec = _load_outside(outside()[name])
+    else:
+        spec = _load_own(name)
+    interpreter.ignore_nan()
+    return spec
 
 
 @cache

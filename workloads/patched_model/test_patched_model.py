@@ -98,7 +98,8 @@ def test_cost_counts_what_a_model_multiplies() -> None:
     # With the scores in memory no GEMM is repeated: three times the forward's, not three and a half times.
     more_attended = 3 * attended * d["length"] - 3.5 * attended * (d["length"] + 1) / 2
     assert SPEC.cost(case, "train").total_flops + more_logits + more_attended == pytest.approx(
-        counter.get_total_flops(), rel=1e-4  # the rotary angles are a GEMM in some versions of transformers
+        counter.get_total_flops(),
+        rel=1e-4,  # the rotary angles are a GEMM in some versions of transformers
     )
 
 

@@ -1,0 +1,34 @@
+"""harness/interpreter.py: maxima and minima treat NaN as on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from harness import interpreter
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+interpreter.ignore_nan()
+
+
+@triton.jit
+def _extremes(x_ptr, y_ptr, out_ptr, PROPAGATE: tl.constexpr):
+    at = tl.arange(0, 4)
+    x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
+    nan: tl.constexpr = tl.PropagateNan.ALL if PROPAGATE else tl.PropagateNan.NONE
+    tl.store(out_ptr + at, tl.maximum(x, y, propagate_nan=nan))
+    tl.store(out_ptr + 4 + at, tl.minimum(x, y, propagate_nan=nan))
+    tl.store(out_ptr + 8 + at, tl.zeros([4], tl.float32) + tl.max(x, 0))
+
+
+@pytest.mark.parametrize("propagate", [False, True])
+def test_nan_is_ignored_unless_it_is_to_be_propagated(propagate: bool) -> None:
+    nan = torch.nan
+    x, y = (torch.tensor(values, device=DEVICE) for values in ([nan, 2.0, nan, -1.0], [1.0, nan, nan, 3.0]))
+    out = torch.empty(3, 4, device=DEVICE)
+    _extremes[(1,)](x, y, out, propagate)
+    alone = [nan, nan, nan] if propagate else [1.0, 2.0, nan]
+    expected = torch.tensor([[*alone, 3.0], [*alone, -1.0], [2.0] * 4], device=DEVICE)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
