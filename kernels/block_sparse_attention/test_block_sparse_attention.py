@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import BlockIndex, block_index, block_sparse_attention, configs, index
+from .arguments import check_blocks
 from .bench import CASES, cost, kept_pairs, make_mask
 from .configs import Config
 from .masks import visible_blocks
@@ -214,6 +215,22 @@ def test_sliding_windows_over_one_sequence(queries, passing):
     with Passing() if passing else nullcontext():
         mine = everything(block_sparse_attention, [q, k, v], mask, **SMALL)
     close(mine, everything(block_sparse_attention, [t.contiguous() for t in (q, k, v)], mask, **SMALL))
+
+
+def test_a_batch_of_one_of_any_stride_keeps_the_order_of_q():
+    """The stride of a dimension of size 1 is arbitrary, and may be 1 as that of D is."""
+    q, k, v = (normal(5, 2, 16).transpose(0, 1)[None] for _ in range(3))
+    q = q.as_strided(q.shape, (1, *q.stride()[1:]))
+    out = block_sparse_attention(q, k, v, torch.ones(1, 1, dtype=torch.bool, device=DEVICE))
+    assert out[0].transpose(0, 1).is_contiguous()
+
+
+@pytest.mark.parametrize("size", [(1, 2**25), (2**25, 1)])
+def test_masks_whose_rows_or_columns_32_bits_cannot_count(size):
+    """Though their offsets fit."""
+    check_blocks(*size, block_size=1)
+    with pytest.raises(ValueError, match="too large for 32-bit offsets"):
+        check_blocks(*size, block_size=64)
 
 
 @pytest.mark.parametrize("needed", ["q", "k", "block_bias"])

@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from harness.correctness import addresses
+
 from . import calls, configs, cross_entropy, cross_entropy_and_grad, layout, library, plans
+from .loss import Loss, check
 from .reference import cross_entropy_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -280,6 +283,25 @@ def test_a_target_out_of_range_is_refused_by_name(vocab, target):
     for loss in (cross_entropy, cross_entropy_and_grad):
         with pytest.raises(ValueError, match="target must be ignore_index"):
             loss(logits, targets)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the assertion ends the process on a GPU; the interpreter makes none")
+@pytest.mark.parametrize("wrong", [-(10**9), 10**9])
+def test_a_target_out_of_range_is_not_read_with(wrong, monkeypatch):
+    """Rows of one CTA are asserted together at its end, so that no logit outside the tensor may be read before."""
+    monkeypatch.setattr(plans, "_check_target", lambda *_: None)
+    logits, target = batch(5, 40)
+    loss = Loss(-100, 0.0, "none", 0.0, None, torch.float32, False, False)
+    write = plans.fwd_plan(logits, target, None, loss, False, None, "auto")
+    target[3] = wrong
+    with addresses.checked():
+        write(logits, target, None)
+
+
+def test_the_most_rows_are_accepted():
+    logits, target = torch.zeros(1, 8, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    most = 2**31 - 2**17
+    check(logits.expand(most, 8), target.expand(most), None, -100, 0.0, "mean", 0.0, None, "auto")
 
 
 PROGRAM = """

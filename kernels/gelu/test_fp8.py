@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from . import plans_fp8
+from . import op_fp8, plans_fp8
 from .op import gelu
 from .op_fp8 import gelu_fp8
 
@@ -138,5 +138,16 @@ def test_sizes_that_tiles_cannot_count_are_errors(transposed) -> None:
     """Just below 2^31 the number of tiles, rounded up in 32 bits, would be negative."""
     x = torch.ones(1, 1, device=DEVICE).expand(plans_fp8.MAX_SIZE + 1, 1)
     x = x.t() if transposed else x
-    with pytest.raises(ValueError, match=f"at most {plans_fp8.MAX_SIZE} rows and columns"):
+    with pytest.raises(ValueError, match=f"at most {2**31 - 512} rows and columns"):
         gelu_fp8(x)
+    most = x[:-1] if not transposed else x[:, :-1]
+    plans_fp8.quantise_plan(most, "none", True, "fp32", False)  # launches nothing
+
+
+def test_a_plan_is_made_once(monkeypatch) -> None:
+    made, quantise_plan = [], op_fp8.quantise_plan
+    monkeypatch.setattr(op_fp8, "quantise_plan", lambda *given: made.append(given) or quantise_plan(*given))
+    x = torch.randn(3, 77, device=DEVICE)
+    for _ in range(3):
+        gelu_fp8(x)
+    assert len(made) == 1

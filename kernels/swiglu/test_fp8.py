@@ -205,3 +205,6 @@ def test_sizes_that_tiles_cannot_count_are_errors(transposed) -> None:
     x = x.t() if transposed else x
     with pytest.raises(ValueError, match=f"at most {plans_fp8.MAX_SIZE} rows and columns"):
         swiglu_fp8(x, x)
+    several = torch.ones(1, 1, 1, device=DEVICE).expand(2**16, 2**15, 1)
+    with pytest.raises(ValueError, match=f"at most {plans_fp8.MAX_SIZE} rows and columns"):
+        swiglu_fp8(several, several)
