@@ -73,6 +73,7 @@ def test_what_runs_where_cuda_can(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(products, name, lambda *_, name=name: started.append(name))
     for depth in (0, 32):
         plans.rows_plan(*forward([3, 9], 16, 48, depth), torch.float32, "cuda")
+    plans.rows_plan(*forward([], 16, 48, 32), torch.float32, "cuda")  # no groups
     for rows in (0, 32):
         plans.weights_plan(*gradient([3, 9], rows, 48, 16), torch.float32, "cuda")
     assert started == ["rows_launch", "weights_launch"]
