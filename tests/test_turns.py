@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import pytest
@@ -181,6 +182,34 @@ def test_without_a_file_there_is_nobody_to_wait_for():
     turns.begin()
     turns.give()
     assert not turns.shared and turns.waited < 0.1
+
+
+def test_threads_that_compile_at_a_time_release_the_gpu_and_take_it_back_once(tmp_path, free, monkeypatch):
+    """As Inductor's do for the choices of its autotuner. One that compiles while a choice is timed, which is called
+    inside of a compilation, releases it for that time."""
+    turns, seen = Turns(tmp_path / "gpu", CPU), []
+    both = threading.Barrier(8)
+
+    def compiled(wait: bool) -> bool:
+        if wait:
+            both.wait(timeout=60)
+            time.sleep(0.02)
+        seen.append(free())
+        return free()
+
+    monkeypatch.setattr(CachingAutotuner, "_precompile_config", staticmethod(compiled))
+    monkeypatch.setattr(benchmarker, "benchmark_gpu", lambda: (free(), compile_one(False), free()), raising=False)
+    turns.take()
+    with turns.compiling():
+        compile_one = CachingAutotuner._precompile_config
+        with ThreadPoolExecutor(8) as pool:
+            for _ in range(20):
+                assert all(pool.map(compile_one, [True] * 8)) and not free()
+        assert benchmarker.benchmark_gpu() == (False, True, False) and not free()
+        assert turns._without_gpu(benchmarker.benchmark_gpu)() == (False, True, False) and not free()
+    assert all(seen) and not free()
+    turns.give()
+    assert free()
 
 
 def test_the_gpu_is_taken_back_where_compilation_fails(tmp_path, free):

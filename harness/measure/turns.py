@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -39,6 +40,9 @@ class Turns:
             self._queue.mkdir(exist_ok=True)
         self._device = device
         self._ours = False
+        self._lock = threading.RLock()  # Inductor compiles in several threads
+        self._compilers = 0  # compilations in progress
+        self._released: list[int] = []  # for each release by a compilation: the number of compilations before it
         self._since = self._taken = time.time()
         self.waited = 0.0  # total seconds of waiting for others
         self.had = 0.0  # seconds with the GPU, since the case began
@@ -67,19 +71,20 @@ class Turns:
 
     def take(self) -> None:
         """Acquires the GPU: waits until no other bench has it, or wants it for a case that began earlier."""
-        if self._ours:
-            return
-        begun = time.time()
-        if self._file is not None:
-            place = self._queue / f"{self._since:017.6f}-{os.getpid()}"
-            place.touch()
-            try:
-                while not (self._is_next(place.name) and _locks(self._file)):
-                    time.sleep(LOOK_SECONDS)
-            finally:
-                place.unlink()
-        self._ours, self._taken = True, time.time()
-        self.waited += self._taken - begun
+        with self._lock:
+            if self._ours:
+                return
+            begun = time.time()
+            if self._file is not None:
+                place = self._queue / f"{self._since:017.6f}-{os.getpid()}"
+                place.touch()
+                try:
+                    while not (self._is_next(place.name) and _locks(self._file)):
+                        time.sleep(LOOK_SECONDS)
+                finally:
+                    place.unlink()
+            self._ours, self._taken = True, time.time()
+            self.waited += self._taken - begun
 
     def _is_next(self, name: str) -> bool:
         """Whether no running process has an earlier place in the queue."""
@@ -87,16 +92,17 @@ class Turns:
 
     def give(self) -> None:
         """Releases the GPU, after all work queued on it is complete."""
-        if not self._ours:
-            return
-        if self._file is not None:
-            if self._device.type == "cuda":
-                with suppress(torch.AcceleratorError):  # from a lost context, in which nothing runs any more
-                    torch.cuda.synchronize(self._device)
-                    torch.cuda.empty_cache()  # the other benches need memory too
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-        self._ours = False
-        self.had += time.time() - self._taken
+        with self._lock:
+            if not self._ours:
+                return
+            if self._file is not None:
+                if self._device.type == "cuda":
+                    with suppress(torch.AcceleratorError):  # from a lost context, in which nothing runs any more
+                        torch.cuda.synchronize(self._device)
+                        torch.cuda.empty_cache()  # the other benches need memory too
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._ours = False
+            self.had += time.time() - self._taken
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """Returns what `make` returns (it must be serialisable as JSON), or what it returned to another of these
@@ -166,28 +172,45 @@ class Turns:
             self.give()
 
     @contextmanager
-    def _having(self, ours: bool) -> Iterator[None]:
-        """Context that holds the GPU, or does not. Where that is the case already it changes nothing: the block may run
-        in a thread of Inductor's, concurrently with one that acquires the GPU."""
-        if self._ours == ours:
+    def _having(self) -> Iterator[None]:
+        """Context that holds the GPU."""
+        if self._ours:
             yield
             return
-        self._turn_to(ours)
+        self.take()
         try:
             yield
         finally:
-            self._turn_to(not ours)
+            self.give()
+
+    @contextmanager
+    def _lending(self) -> Iterator[None]:
+        """Context that does not hold the GPU. It may run in several threads at a time: the first to begin releases the
+        GPU, and the last to end acquires it again."""
+        with self._lock:
+            if self._ours:
+                self.give()
+                self._released.append(self._compilers)
+            self._compilers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._compilers -= 1
+                if self._released and self._released[-1] == self._compilers:
+                    self._released.pop()
+                    self.take()
 
     def _with_gpu(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
-            with self._having(True):
+            with self._having():
                 return call(*arguments, **keywords)
 
         return run
 
     def _without_gpu(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
-            with self._having(False):
+            with self._lending():
                 return call(*arguments, **keywords)
 
         return run
