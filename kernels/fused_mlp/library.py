@@ -124,5 +124,6 @@ def _factor(like: torch.Tensor, width: int) -> Callable[[torch.Tensor], torch.Te
 def _pointwise(kernel, like: torch.Tensor, rows: int, cols: int, activation: str) -> Launch:
     pitch = configs.pick_pitch(cols)
     count = rows * pitch
-    options = dict(ACTIVATION=activation, PADDED=pitch != cols, BLOCK=BLOCK, num_warps=4)
-    return Launch(kernel, (triton.cdiv(count, BLOCK),), like.device, (count, cols, pitch), **options)
+    padded = dict(COLS=cols, PITCH=pitch) if pitch != cols else dict(COLS=0, PITCH=0)
+    options = dict(ACTIVATION=activation, **padded, BLOCK=BLOCK, num_warps=4)
+    return Launch(kernel, (triton.cdiv(count, BLOCK),), like.device, (count,), **options)

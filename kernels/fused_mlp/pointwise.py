@@ -13,12 +13,16 @@ from .activation import _activation, _activation_and_gradient
 
 
 @triton.jit
-def _in_column(value, cols, pitch, PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """The values of a CTA, zero from column `cols` of a row of `pitch` elements on: there a GEMM gives NaN if a row of
-    x or dy is not finite, which the next GEMM would multiply by zero. PADDED: whether there are such columns."""
-    if PADDED:
-        first = (tl.program_id(0).to(tl.int64) * BLOCK % pitch).to(tl.int32)
-        value = tl.where((first + tl.arange(0, BLOCK)) % pitch < cols, value, 0.0)
+def _in_column(value, COLS: tl.constexpr, PITCH: tl.constexpr, BLOCK: tl.constexpr):
+    """The values of a CTA, zero from column COLS of a row of PITCH elements on: there a GEMM gives NaN if a row of x or
+    dy is not finite, which the next GEMM would multiply by zero. Without such columns both are 0.
+
+    They are constants because the remainder of a division by a variable costs 30 instructions an element, and of one by
+    a constant 6.
+    """
+    if COLS < PITCH:
+        first = (tl.program_id(0).to(tl.int64) * BLOCK % PITCH).to(tl.int32)
+        value = tl.where((first + tl.arange(0, BLOCK)) % PITCH < COLS, value, 0.0)
     return value
 
 
@@ -28,14 +32,13 @@ def _fused_mlp_activation_kernel(
     gate_ptr,
     hidden_ptr,
     count,
-    cols,
-    pitch,
     ACTIVATION: tl.constexpr,
-    PADDED: tl.constexpr,
+    COLS: tl.constexpr,
+    PITCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """hidden = act(pre), or act(gate) · pre, for `count` elements, in rows of `pitch` that are zero from column `cols`
-    on; hidden may alias pre."""
+    """hidden = act(pre), or act(gate) · pre, for `count` elements, in rows of PITCH that are zero from column COLS on
+    (see `_in_column`); hidden may alias pre."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     pre = tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -43,7 +46,7 @@ def _fused_mlp_activation_kernel(
         hidden = _activation(pre, ACTIVATION)
     else:
         hidden = _activation(tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32), ACTIVATION) * pre
-    hidden = _in_column(hidden, cols, pitch, PADDED, BLOCK)
+    hidden = _in_column(hidden, COLS, PITCH, BLOCK)
     tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
 
 
@@ -56,14 +59,13 @@ def _fused_mlp_derivative_kernel(
     dgate_ptr,
     hidden_ptr,
     count,
-    cols,
-    pitch,
     ACTIVATION: tl.constexpr,
-    PADDED: tl.constexpr,
+    COLS: tl.constexpr,
+    PITCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Writes those of the gradients of pre and gate and the hidden that are not None, for `count` elements, in rows of
-    `pitch` that are zero from column `cols` on. dpre or dgate may alias dhidden."""
+    PITCH that are zero from column COLS on (see `_in_column`). dpre or dgate may alias dhidden."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     dhidden = tl.load(dhidden_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -75,11 +77,11 @@ def _fused_mlp_derivative_kernel(
         factor, dgate = _activation_and_gradient(gate, dhidden * pre, ACTIVATION)
         hidden, dpre = factor * pre, dhidden * factor
         if dgate_ptr is not None:
-            dgate = _in_column(dgate, cols, pitch, PADDED, BLOCK)
+            dgate = _in_column(dgate, COLS, PITCH, BLOCK)
             tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
     if dpre_ptr is not None:
-        dpre = _in_column(dpre, cols, pitch, PADDED, BLOCK)
+        dpre = _in_column(dpre, COLS, PITCH, BLOCK)
         tl.store(dpre_ptr + at, dpre.to(dpre_ptr.dtype.element_ty), mask=inside)
     if hidden_ptr is not None:
-        hidden = _in_column(hidden, cols, pitch, PADDED, BLOCK)
+        hidden = _in_column(hidden, COLS, PITCH, BLOCK)
         tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
