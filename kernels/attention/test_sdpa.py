@@ -40,7 +40,7 @@ def test_both_directions(causal):
     ("options", "keys", "words"),
     (
         (dict(dropout_p=0.1), 8, "dropout_p must be 0"),
-        (dict(is_causal=True), 9, "as many queries as keys"),
+        (dict(is_causal=True), 9, "as many queries as keys, got 8 queries and 9 keys"),
         (dict(return_debug_mask=True), 8, "return_debug_mask must be False"),
         *((dict(scale=scale), 8, "scale must be positive") for scale in (0.0, -0.25, float("nan"))),
     ),
