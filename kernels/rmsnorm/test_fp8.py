@@ -77,6 +77,12 @@ def test_it_is_what_quantising_gives(rows: int, dim: int, options: dict, added: 
         same(ours, expected)
 
 
+def test_squares_may_be_subnormal_without_eps() -> None:
+    x = 1e-20 * torch.randn(3, 256, device=DEVICE).sign()
+    data, scale = rmsnorm_fp8(x, eps=0.0)
+    torch.testing.assert_close(data.float() * scale, 1e20 * x, rtol=1e-4, atol=0)
+
+
 def test_what_is_not_finite_does_not_count_in_a_scale() -> None:
     x, weight = torch.randint(1, 9, (2, 256), device=DEVICE).float(), torch.ones(256, device=DEVICE)
     weight[3], weight[200] = torch.nan, torch.inf
