@@ -30,7 +30,7 @@ if not HAS_GPU:
     from tests.lean_interpreter import make_lean
 
     make_lean()
-    interpreter.ignore_nan()
+    interpreter.as_on_a_gpu()
 
 # The template's files carry a placeholder for a name; tests/test_new.py tests what is made from them.
 collect_ignore = ["harness/template"]

@@ -1,4 +1,4 @@
-"""harness/interpreter.py: maxima and minima treat NaN as on a GPU."""
+"""harness/interpreter.py: maxima and minima treat NaN, roots and powers subnormal numbers, as on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from harness import interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-interpreter.ignore_nan()
+interpreter.as_on_a_gpu()
 
 
 @triton.jit
@@ -32,3 +32,20 @@ def test_nan_is_ignored_unless_it_is_to_be_propagated(propagate: bool) -> None:
     alone = [nan, nan, nan] if propagate else [1.0, 2.0, nan]
     expected = torch.tensor([[*alone, 3.0], [*alone, -1.0], [2.0] * 4], device=DEVICE)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
+def _of_subnormal(x_ptr, out_ptr):
+    at = tl.arange(0, 4)
+    x = tl.load(x_ptr + at)
+    tl.store(out_ptr + at, tl.rsqrt(x))
+    tl.store(out_ptr + 4 + at, tl.sqrt(x))
+    tl.store(out_ptr + 8 + at, tl.exp2(-1 / x))
+
+
+def test_subnormal_numbers_are_0_in_roots_and_powers() -> None:
+    x = torch.tensor([1e-40, 2.0**-7, 2.0**-6, 4.0], device=DEVICE)
+    out = torch.empty(3, 4, device=DEVICE)
+    _of_subnormal[(1,)](x, out)
+    expected = [[torch.inf, 2**3.5, 8.0, 0.5], [0.0, 2**-3.5, 0.125, 2.0], [0.0, 0.0, 2.0**-64, 2.0**-0.25]]
+    torch.testing.assert_close(out, torch.tensor(expected, device=DEVICE), rtol=1e-6, atol=0)

@@ -45,6 +45,14 @@ def _store_y(y_ptr, y, row, cols, rows, dim, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _inverse_root(square):
+    """1 / sqrt(square). A GPU's rsqrt takes subnormal numbers for 0, for which it returns inf: such are the squares of
+    x = 1e-20, which eps = 0 leaves as they are."""
+    small = square < 2.0**-126
+    return tl.rsqrt(tl.where(small, square * 2.0**64, square)) * tl.where(small, 2.0**32, 1.0)
+
+
+@triton.jit
 def _rmsnorm_fwd_kernel(
     x_ptr,
     residual_ptr,
@@ -84,7 +92,7 @@ def _rmsnorm_fwd_kernel(
     if TAIL:
         tail = tail.to(tl.float32)
         squares += tl.sum(tail * tail, axis=1)
-    rstd = tl.rsqrt(squares / dim + eps)
+    rstd = _inverse_root(squares / dim + eps)
     y = h * rstd[:, None]
     if weight_ptr is not None:
         if not WEIGHT_FIRST:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .fp8_output import encode, finite_or_nan, inverse, scale_of, store_scale
-from .kernel import _load_h, _load_weight
+from .kernel import _inverse_root, _load_h, _load_weight
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def _rmsnorm_fp8_kernel(
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     h = _load_h(x_ptr, residual_ptr, h_ptr, row, cols, rows, dim, stride_xm, stride_rm, EVEN, EVICTION)
     wide = h.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(wide * wide, axis=1) / dim + eps)
+    rstd = _inverse_root(tl.sum(wide * wide, axis=1) / dim + eps)
     y = _finished(h, rstd, weight_ptr, cols, dim, weight_offset, h.dtype, EVEN_N)
     GROUPS: tl.constexpr = BLOCK_N // GROUP
     y = tl.reshape(y, [BLOCK_M, GROUPS, GROUP])

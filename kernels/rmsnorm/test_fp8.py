@@ -35,8 +35,7 @@ def quantised(y: torch.Tensor, dtype: torch.dtype, group: int, pow2: bool = Fals
 def same(ours: torch.Tensor, want: torch.Tensor) -> None:
     """Asserts equal bits, where any NaN equals any other."""
     assert ours.shape == want.shape and ours.dtype == want.dtype and ours.is_contiguous()
-    ours, want = (torch.where(t.float().isnan(), 0, t.float()) for t in (ours, want))
-    assert torch.equal(ours, want)
+    torch.testing.assert_close(ours.float(), want.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,9 +76,15 @@ def test_it_is_what_quantising_gives(rows: int, dim: int, options: dict, added: 
         same(ours, expected)
 
 
+def test_squares_may_be_subnormal_without_eps() -> None:
+    x = 1e-20 * torch.randn(3, 256, device=DEVICE).sign()
+    data, scale = rmsnorm_fp8(x, eps=0.0)
+    torch.testing.assert_close(data.float() * scale, 1e20 * x, rtol=1e-4, atol=0)
+
+
 def test_what_is_not_finite_does_not_count_in_a_scale() -> None:
-    x, weight = torch.randint(1, 9, (2, 256), device=DEVICE).float(), torch.ones(256, device=DEVICE)
-    weight[3], weight[200] = torch.nan, torch.inf
+    x, weight = torch.randint(1, 9, (4, 256), device=DEVICE).float(), torch.ones(256, device=DEVICE)
+    weight[3], weight[200], x[1, 7], x[2, 9] = torch.nan, torch.inf, torch.nan, torch.inf
     options = dict(granularity="1x128", transpose=True)
     data, scale, data_t, scale_t = rmsnorm_fp8(x, weight, **options)
     y = rmsnorm(x, weight)

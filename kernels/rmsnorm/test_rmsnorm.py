@@ -21,6 +21,13 @@ def test_equals_pytorch():
     torch.testing.assert_close(rmsnorm(x, weight, eps=1e-5), F.rms_norm(x, (96,), weight, 1e-5))
 
 
+@pytest.mark.parametrize("dim", [96, 40000])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_squares_may_be_subnormal_without_eps(dim: int, backend: str) -> None:
+    x, weight = 1e-20 * normal(3, dim).sign(), normal(dim)
+    torch.testing.assert_close(rmsnorm(x, weight, eps=0.0, backend=backend), 1e20 * x * weight, rtol=1e-4, atol=0)
+
+
 def test_gemma_convention_adds_one_to_the_weight():
     x, weight = normal(4, 64), normal(64)
     torch.testing.assert_close(rmsnorm(x, weight, weight_offset=1.0), rmsnorm(x, weight + 1))

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .kernel import _inverse_root
+
 
 @triton.jit
 def _rmsnorm_wide_fwd_kernel(
@@ -50,7 +52,7 @@ def _rmsnorm_wide_fwd_kernel(
             h = (h.to(tl.float32) + residual.to(tl.float32)).to(h.dtype)
             tl.store(h_ptr + wide_row * dim + start + cols, h, mask=mask)
         squares += h.to(tl.float32) * h.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(squares) / dim + eps)
+    rstd = _inverse_root(tl.sum(squares) / dim + eps)
     if SAVE_RSTD:
         tl.store(rstd_ptr + row, rstd)
     for start in range(0, dim, BLOCK_N):
