@@ -238,7 +238,6 @@ class Session:
     device: torch.device
     arguments: argparse.Namespace
     journal: renewal.Journal = field(default_factory=renewal.Journal)
-    every_ratio: bool = False  # also for peers' rows, not for ours alone
 
     def __post_init__(self) -> None:
         self.turns = Turns(getattr(self.arguments, "turns", None), self.device)
@@ -578,7 +577,7 @@ class Group:
         headline = measurement.headline(ours, timer)
         headline = headline if headline in columns else "cold"
         ratios = {}
-        if name in self.spec.implementations or self.session.every_ratio:
+        if name in self.spec.implementations:
             with self._stage("ratios"):
                 ratios = measurement.ratios(name, headline)
         noise = ratios.pop(name + timing.AA, None)
