@@ -44,13 +44,17 @@ def bench(selection: options.Selection, path: Path, arguments: argparse.Namespac
             environment=environment.capture(CPU),
             ceilings={"measured": None, "datasheet": None},
         )
-        for case, mode in selection.groups():
-            write("start", case=case.name, mode=mode)
-            found = Group(selection, case, mode, budget).rows()
-            for row in found:
-                write("row", **row)
-            failures += sum(row["kind"] == "ours" and row["status"] not in ("ok", "skipped") for row in found)
-            progress.group(case.name, mode, found, None)
+        try:
+            for case, mode in selection.groups():
+                write("start", case=case.name, mode=mode)
+                found = Group(selection, case, mode, budget).rows()
+                for row in found:
+                    write("row", **row)
+                failures += sum(row["kind"] == "ours" and row["status"] not in ("ok", "skipped") for row in found)
+                progress.group(case.name, mode, found, None)
+        except KeyboardInterrupt:
+            write("stop", reason="interrupted")
+            raise
         write("stop", reason="complete")
     record.compact(path)
     return failures

@@ -451,3 +451,18 @@ def test_a_number_of_samples_that_is_refused_leaves_no_record(tmp_path: Path) ->
     with pytest.raises(ValueError, match="at least 1 sample"):
         harness.bench({"power": power}, draw, reference=square, samples=0, out=tmp_path, quiet=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_bench_says_so_and_keeps_what_it_measured(tmp_path: Path) -> None:
+    def interrupted(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 4:
+            raise KeyboardInterrupt
+        return x * x
+
+    cases = {"whole": torch.randn(8, 8), "cut": torch.randn(4, 8)}
+    benchmark = harness.Benchmark("cut", {"mine": interrupted}, square, cases=cases, modes=("inference",))
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.run(out=tmp_path, **FEW)
+    records = record.load(tmp_path)
+    assert {row.case for row in records.rows} == {"whole"}
+    assert [run.stop for run in records.runs.values()] == ["interrupted"]

@@ -335,6 +335,9 @@ def test_a_record_that_cannot_be_read_is_told_from_misuse(tmp_path: Path, capsys
     assert f"b.jsonl:{lines + 1}: not UTF-8" in capsys.readouterr().err
     assert command("--baseline", before, "--current", tmp_path / "absent") == 2
     assert "--current" in capsys.readouterr().err
+    broken.write_text(before.read_text().replace('"case"', '"Case"'))
+    assert command("--baseline", before, "--current", broken) == 3
+    assert "a start needs 'case'" in capsys.readouterr().err
 
 
 def test_verdicts_for_other_programs(tmp_path: Path) -> None:
@@ -348,3 +351,13 @@ def test_verdicts_for_other_programs(tmp_path: Path) -> None:
     assert (entry["case"], entry["verdict"], entry["relative_to"]) == ("wide", "SLOWER", "eager")
     assert entry["ratio"]["low"] < entry["ratio"]["value"] < entry["ratio"]["high"]
     assert [(m["side"], m["case"]) for m in found["missing"]] == [("baseline", "gone")]
+
+
+@pytest.mark.parametrize("place", ["under-a-file/x.md", "folder"])
+def test_a_place_that_cannot_be_written_is_misuse_and_not_slower(tmp_path: Path, place: str, capsys) -> None:
+    before = records(tmp_path / "a.jsonl", {"wide": 100})
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "under-a-file").write_text("")
+    for option in ("--out", "--json"):
+        assert command("--baseline", before, "--current", before, option, tmp_path / place) == 2
+        assert place.split("/")[0] in capsys.readouterr().err
