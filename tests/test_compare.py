@@ -361,3 +361,36 @@ def test_a_place_that_cannot_be_written_is_misuse_and_not_slower(tmp_path: Path,
     for option in ("--out", "--json"):
         assert command("--baseline", before, "--current", before, option, tmp_path / place) == 2
         assert place.split("/")[0] in capsys.readouterr().err
+
+
+def test_relative_to_a_peer_with_an_impossible_time_nothing_is_judged(tmp_path: Path) -> None:
+    before = records(tmp_path / "a.jsonl", {"wide": 100})
+    after = tmp_path / "b.jsonl"
+    ours, eager = row(KERNEL, "wide", "fwd", "triton", samples(100)), row(KERNEL, "wide", "fwd", "eager", samples(80))
+    write(after, bench(KERNEL, {("wide", "fwd"): [ours, eager | {"status": "over-roofline", "reason": "too fast"}]}))
+    out = tmp_path / "out.json"
+    relative = ("--baseline", before, "--current", after, "--relative", "eager", "--json", out)
+    assert command(*relative) == 0 and command(*relative, "--fail-on", "unsure") == 1
+    (found,) = json.loads(out.read_text())["rows"]
+    assert (found["verdict"], found["relative"]) == (UNSURE, None)
+
+
+def test_relative_to_a_peer_too_few_samples_are_still_the_reason(tmp_path: Path) -> None:
+    few = [row(KERNEL, "wide", "fwd", name, samples(100, n=5)) for name in ("triton", "eager")]
+    path, out = write(tmp_path / "a.jsonl", bench(KERNEL, {("wide", "fwd"): few})), tmp_path / "out.json"
+    assert command("--baseline", path, "--current", path, "--relative", "eager", "--json", out) == 0
+    assert json.loads(out.read_text())["rows"][0]["note"] == "fewer than six samples on a side"
+
+
+def test_the_noise_of_a_run_is_that_of_all_its_implementations(tmp_path: Path) -> None:
+    """Only the first of ours is measured against itself."""
+
+    def of(name: str, us: float) -> Path:
+        noise = {"median": 1.0, "ci95": [0.9, 1.11]}
+        first = row(KERNEL, "wide", "fwd", "triton", samples(us)) | {"noise": noise}
+        second = row(KERNEL, "wide", "fwd", "triton2", samples(us)) | {"noise": None}
+        return write(tmp_path / name, bench(KERNEL, {("wide", "fwd"): [first, second]}))
+
+    before, after, out = of("a.jsonl", 100), of("b.jsonl", 108), tmp_path / "out.json"
+    assert command("--baseline", before, "--current", after, "--json", out) == 0
+    assert [found["verdict"] for found in json.loads(out.read_text())["rows"]] == [UNSURE, UNSURE]
