@@ -154,6 +154,8 @@ def main(arguments: argparse.Namespace) -> int:
     own = [s for s in selections if s.spec.name in registry.outside()]
     if arguments.quick and not arguments.case and not suite:
         selections = [options.Selection(s.spec, s.cases[:1], s.modes, s.implementations) for s in selections]
+    if arguments.host != "only" and not any(selection.groups() for selection in selections):
+        raise ValueError("--case, --mode and --impl select nothing: no such case runs in that mode")
     if arguments.jobs is not None:
         if device.type != "cuda" or own or arguments.quick:
             raise ValueError("--jobs needs a GPU, kernels of this checkout, and no --quick")
