@@ -38,6 +38,10 @@ COMMANDS = {
 }
 
 
+#: exceptions of a wrong option or declaration, or of a path that cannot be read or written
+MISUSE = (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m harness", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -52,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return arguments.main(arguments)
-    except (ValueError, FileNotFoundError) as error:
+    except MISUSE as error:
         print(f"error: {_place(error)}{error}", file=sys.stderr)
         return 2
     except Exception as error:  # any exception, since a declaration may be at fault and not the harness

@@ -44,7 +44,7 @@ def restore(entries: Iterable[Entry]) -> None:
                 if not _ours(row):
                     del ratios[other]
                     continue
-                ratios[other] = _ratio(row, rows.get(other))
+                ratios[other] = ratio_over(row, rows.get(other))
                 if ratios[other] is None:
                     where = "/".join((*group, name))
                     raise ValueError(f"{where}: its ratio over {other!r} is neither stored nor given by samples")
@@ -100,7 +100,9 @@ def _shortened(row: Entry, rows: Iterable[Entry], common: Mapping[str, Entry]) -
     if row.get("ratios"):
         others = {other["implementation"]: other for other in rows}
         ratios = row["ratios"].items() if _ours(row) else ()
-        short["ratios"] = {name: None if ratio == _ratio(row, others.get(name)) else ratio for name, ratio in ratios}
+        short["ratios"] = {
+            name: None if ratio == ratio_over(row, others.get(name)) else ratio for name, ratio in ratios
+        }
     return short
 
 
@@ -108,7 +110,7 @@ def _ours(row: Mapping[str, Any]) -> bool:
     return row.get("kind") == "ours"
 
 
-def _ratio(row: Mapping[str, Any], other: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def ratio_over(row: Mapping[str, Any], other: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Time of `other` over the row's in its headline column, as the bench computes it."""
     headline = row.get("headline")
     mine, theirs = (((r or {}).get("columns") or {}).get(headline) for r in (row, other))

@@ -31,7 +31,7 @@ SETS = 2  # sets of inputs, at different addresses
 def bench(selection: options.Selection, path: Path, arguments: argparse.Namespace, quiet: bool = False) -> int:
     """Benches all groups of one SPEC into its record. Returns how many rows of our own failed."""
     spec, run, failures = selection.spec, record.new_run_id(), 0
-    groups = len(selection.groups())
+    groups, budget = len(selection.groups()), timing.budget(arguments)
     with record.Writer(path) as writer, Progress(spec.name, groups, quiet) as progress, memory.only_new_garbage():
 
         def write(kind: str, /, **entry: Any) -> None:
@@ -44,13 +44,17 @@ def bench(selection: options.Selection, path: Path, arguments: argparse.Namespac
             environment=environment.capture(CPU),
             ceilings={"measured": None, "datasheet": None},
         )
-        for case, mode in selection.groups():
-            write("start", case=case.name, mode=mode)
-            found = Group(selection, case, mode, timing.budget(arguments)).rows()
-            for row in found:
-                write("row", **row)
-            failures += sum(row["kind"] == "ours" and row["status"] not in ("ok", "skipped") for row in found)
-            progress.group(case.name, mode, found, None)
+        try:
+            for case, mode in selection.groups():
+                write("start", case=case.name, mode=mode)
+                found = Group(selection, case, mode, budget).rows()
+                for row in found:
+                    write("row", **row)
+                failures += sum(row["kind"] == "ours" and row["status"] not in ("ok", "skipped") for row in found)
+                progress.group(case.name, mode, found, None)
+        except KeyboardInterrupt:
+            write("stop", reason="interrupted")
+            raise
         write("stop", reason="complete")
     record.compact(path)
     return failures
@@ -150,7 +154,8 @@ class Group:
 
     def _describe(self, name: str, fn: execute.Op, inputs: Inputs, grads: Any, measurement: timing.Measurement) -> None:
         """The row of an implementation that was timed; ours is checked once more."""
-        spec, ratios = self.selection.spec, measurement.ratios(name, wall.WALL)
+        spec = self.selection.spec
+        ratios = measurement.ratios(name, wall.WALL) if name in spec.implementations else {}
         noise = ratios.pop(name + timing.AA, None)
         saved = execute.saved_bytes(spec, fn, inputs, self.mode)
         run = execute.bind(spec, fn, inputs, self.mode, grads)

@@ -106,9 +106,9 @@ def select(
     chosen = list({id(spec): spec for spec in chosen}.values())
     if twice := sorted(name for name, count in Counter(spec.name for spec in chosen).items() if count > 1):
         raise ValueError(f"--kernel: more than one SPEC has the name {', '.join(map(repr, twice))}")
-    _known(arguments.case, {c.name for s in chosen for c in nameable(s)}, "case")
-    _known(arguments.mode, {m for s in chosen for m in s.modes}, "mode")
-    _known(arguments.impl, {i for s in chosen for i in implementations(s)}, "implementation")
+    known(arguments.case, {c.name for s in chosen for c in nameable(s)}, "case")
+    known(arguments.mode, {m for s in chosen for m in s.modes}, "mode")
+    known(arguments.impl, {i for s in chosen for i in implementations(s)}, "implementation")
     selections = []
     for spec in chosen:
         if arguments.case:
@@ -127,6 +127,7 @@ def implementations(spec: KernelSpec) -> list[str]:
     return [*spec.implementations, *(b.name for b in spec.baselines)]
 
 
-def _known(names: Sequence[str] | None, known: set[str], what: str) -> None:
-    if unknown := sorted(set(names or ()) - known):
-        raise ValueError(f"unknown {what} {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}")
+def known(names: Sequence[str] | None, every: set[str], what: str) -> None:
+    """ValueError if one of the names is not among `every`, with these."""
+    if unknown := sorted(set(names or ()) - every):
+        raise ValueError(f"unknown {what} {', '.join(map(repr, unknown))}; known: {', '.join(sorted(every))}")

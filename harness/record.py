@@ -95,6 +95,9 @@ READABLE = (1, SCHEMA)
 #: Options of a bench that do not affect what it measures: they do not distinguish two runs.
 NOT_IDENTITY = frozenset({"resume", "out", "turns"})
 
+#: fields without which a line means nothing, by its type; each is a text
+NEEDED = {"start": ("case", "mode"), "row": ("kernel", "case", "mode", "implementation", "status")}
+
 Line = tuple[str, dict[str, Any]]
 
 
@@ -225,7 +228,7 @@ def parse(texts: Iterable[tuple[str, str]]) -> Records:
     """Records from (name, content) pairs. The later of two equal keys supersedes, across files by the times of runs."""
     sources = [(name, _whole(name, text)) for name, text in texts]
     sources.sort(key=lambda source: (_first_time(source[1]), source[0]))
-    return _collect(line for _, lines in sources for line in lines)
+    return _collect(line for _, lines in sources for line in _timed(lines))
 
 
 def _whole(name: str, text: str) -> list[Line]:
@@ -238,22 +241,40 @@ def _whole(name: str, text: str) -> list[Line]:
     return lines
 
 
-def _collect(lines: Iterable[Line]) -> Records:
+def _collect(lines: Iterable[tuple[str, Line]]) -> Records:
+    """Joins lines with their times, as `_timed` yields them."""
     records = Records()
-    latest: dict[tuple[str, ...], Row] = {}
-    for where, entry in lines:
+    latest: dict[tuple[str, ...], tuple[str, Row]] = {}
+    for time, (where, entry) in lines:
         row = _take(records.runs, where, entry)
         if row is not None:
             key = (row.run.gpu_folder, *row.key)
+            if key in latest and latest[key][0] > time:  # of another file
+                records.superseded.append(row)
+                continue
             if key in latest:
-                records.superseded.append(latest.pop(key))
-            latest[key] = row
-    records.rows = list(latest.values())
+                records.superseded.append(latest.pop(key)[1])
+            latest[key] = time, row
+    records.rows = [row for _, row in latest.values()]
     return records
 
 
 def _first_time(lines: list[Line]) -> str:
-    return next((str((e.get("environment") or {}).get("time")) for _, e in lines if e["type"] == "run"), "")
+    return next((_time(e) for _, e in lines if e["type"] == "run"), "")
+
+
+def _timed(lines: Iterable[Line]) -> Iterator[tuple[str, Line]]:
+    """Yields the lines of a file with the latest time of a run up to each: its own order counts, whatever its clock
+    did."""
+    latest = ""
+    for line in lines:
+        if line[1]["type"] == "run":
+            latest = max(latest, _time(line[1]))
+        yield latest, line
+
+
+def _time(run: Mapping[str, Any]) -> str:
+    return str((run.get("environment") or {}).get("time"))
 
 
 def _lines(name: str, text: str) -> Iterator[Line]:
@@ -284,6 +305,8 @@ def _take(runs: dict[str, Run], where: str, entry: Mapping[str, Any]) -> Row | N
         return None
     if id not in runs:
         raise RecordError(f"{where}: a {kind} of run {id!r}, which has no run line before it")
+    if absent := [name for name in NEEDED.get(kind, ()) if not isinstance(entry.get(name), str)]:
+        raise RecordError(f"{where}: a {kind} needs {', '.join(map(repr, absent))}")
     run = runs[id]
     if kind == "start":
         run.closed.update(run.starts[-1:])
@@ -297,7 +320,10 @@ def _take(runs: dict[str, Run], where: str, entry: Mapping[str, Any]) -> Row | N
         run.written.add(group)
         if group not in run.starts[-1:]:  # noted without being run, because it killed an earlier process
             run.closed.add(group)
-        return Row(run, entry)
+        row = Row(run, entry)
+        if row.ok and None in ((row.column() or {}).get("samples_us") or [None]):
+            raise RecordError(f"{where}: a row that is ok needs the samples of its column {row.headline!r}")
+        return row
     else:
         raise RecordError(f"{where}: unknown type {kind!r}")
     return None
@@ -369,7 +395,7 @@ def compact(path: Path | str) -> int:
     """
     path = Path(path)
     lines = _whole(str(path), decoded(str(path), Path(path).read_bytes()))
-    records = _collect(lines)
+    records = _collect(_timed(lines))
     runs = {row.run.id for row in records.rows}
     rows = {id(row.data) for row in records.rows}
     alive = {(row.run.id, row.case, row.mode) for row in records.rows}

@@ -134,7 +134,10 @@ def _file(path: str) -> Path:
 def _package_of(folder: Path) -> str:
     """A unique package name for a folder, so that two folders of one name do not collide. Its parent package stands for
     the parent folder, where a composed kernel finds those that it needs."""
-    return f"outside_{zlib.crc32(str(folder.parent).encode()):08x}.{folder.name.replace('.', '_').replace('-', '_')}"
+    name = folder.name.replace(".", "_").replace("-", "_")
+    if name != folder.name:  # "a-b" beside "a_b"
+        name += f"_{zlib.crc32(folder.name.encode()):08x}"
+    return f"outside_{zlib.crc32(str(folder.parent).encode()):08x}.{name}"
 
 
 def _make_package(package: str, folder: Path) -> None:

@@ -117,8 +117,10 @@ def every() -> dict[str, Suite]:
 
 
 def select(suite: Suite, arguments: argparse.Namespace) -> list[options.Selection]:
-    """The suite's cases that --kernel, --case, --mode and --impl do not exclude. ValueError for a part that names
-    something its SPEC does not have, and if no case is left."""
+    """The suite's cases that --kernel, --case, --mode and --impl do not exclude. ValueError for a kernel or case
+    that is not in the suite, for a part that names something its SPEC does not have, and if no case is left."""
+    options.known(arguments.kernel, {part.kernel for part in suite.parts}, f"kernel of suite {suite.name}")
+    options.known(arguments.case, {name for part in suite.parts for name in part.cases}, f"case of suite {suite.name}")
     selections = []
     for part in suite.parts:
         if arguments.kernel and part.kernel not in arguments.kernel:

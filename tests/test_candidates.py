@@ -16,7 +16,7 @@ from torch import nn
 import harness
 from harness import cli, options, record, registry
 from harness.candidates import compiled, eager, hugging_face
-from harness.candidates.calls import Call, with_weights_of
+from harness.candidates.calls import TRAINING, Call, with_weights_of
 from harness.measure import timing, wall
 from harness.roofline import Cost
 
@@ -231,7 +231,7 @@ def test_a_call_in_fp64_leaves_the_module_as_it_is() -> None:
     (wide,) = call(**{"0": torch.randn(4, 16, dtype=torch.float64)})
     assert wide.dtype == torch.float64 and next(model.parameters()).dtype == torch.float32
     grad = torch.ones(4, 16)
-    results = call(training=True, **{"0": torch.randn(4, 16), "incoming gradient 0": grad})
+    results = call(**{TRAINING: True, "0": torch.randn(4, 16), "incoming gradient 0": grad})
     assert [tuple(t.shape) for t in results] == [(4, 16), (4, 16), (32, 16)]
     assert all(p.grad is None for p in model.parameters())
 
@@ -298,7 +298,7 @@ def test_a_bench_py_outside_the_checkout_is_timed_by_the_wall_clock(own: Path, c
     assert all(row.column()["n"] == 3 and row["timer"] == "wall" for row in rows)
     assert rows[0].run.options["samples"] == 3
     assert registry.load("double") is registry.load("my-kernel")  # what a process started later asks for
-    assert registry.folder("double") == own and registry.package("double").endswith(".my_kernel")
+    assert registry.folder("double") == own and ".my_kernel_" in registry.package("double")
 
 
 def test_a_benchmark_in_a_file_prints_the_same_table_as_its_run(own: Path, capsys) -> None:
@@ -377,3 +377,106 @@ def test_the_harness_has_no_other_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'benhc'"):
         getattr(harness, "benhc")  # noqa: B009
     assert options.implementations(harness.Benchmark("one", {"a": power}, square, draw).spec()) == ["a", "eager"]
+
+
+def test_a_baselines_row_has_ratios_too() -> None:
+    found = harness.bench({"power": power}, draw, reference=square, modes=("inference",), **FEW)
+    (mine, theirs) = (found.get(name).statistics.samples_us for name in ("power", "eager"))
+    ratio = found.get("eager").faster_than["power"]
+    assert ratio.median == pytest.approx(sorted(a / b for a, b in zip(mine, theirs, strict=True))[1])
+    assert list(found.get("power").faster_than) == ["eager"]
+
+
+def test_a_case_may_end_like_the_name_of_a_mode() -> None:
+    found = harness.bench(
+        {"power": power}, cases={"after-training": draw}, modes=("inference",), reference=square, **FEW
+    )
+    assert found.get("power", case="after-training").mode == "inference"
+
+
+def test_an_argument_named_training_is_the_users_own() -> None:
+    seen = set()
+
+    def scaled(x: torch.Tensor, training: bool = True) -> torch.Tensor:
+        seen.add(training)
+        return x * 2 if training else x
+
+    found = harness.bench({"mine": scaled}, {"x": torch.randn(8, 8), "training": False}, reference=scaled, **FEW)
+    assert found.ok and seen == {False}
+
+
+def test_a_candidate_that_fails_in_a_later_call_loses_its_own_row_only() -> None:
+    calls = []
+
+    def tiring(x: torch.Tensor) -> torch.Tensor:
+        calls.append(0)
+        if len(calls) > 20:
+            raise RuntimeError("tired")
+        return x * x
+
+    found = harness.bench(
+        {"tiring": tiring, "power": power}, draw, reference=square, modes=("inference",), samples=200, quiet=True
+    )
+    assert (found.get("tiring").status, found.get("tiring").reason) == ("error", "RuntimeError: tired")
+    assert found.get("power").status == found.get("eager").status == "ok"
+
+
+def test_a_module_of_integers_is_compared_with_a_copy_in_fp64() -> None:
+    """In bf16 itself the reference would be its own oracle, and a module that rounds less often wrong."""
+
+    class Deep(nn.Module):
+        def __init__(self, wide: bool) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(100, 256)
+            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+            self.wide = wide
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = x.float() @ layer.weight.float().T + layer.bias.float() if self.wide else layer(x)
+                x = torch.relu(x)
+            return x.to(self.embedding.weight.dtype)
+
+    torch.manual_seed(0)
+    reference = Deep(wide=False).bfloat16()
+    found = harness.bench(
+        {"wide": Deep(wide=True).bfloat16()}, torch.randint(0, 100, (64,)), reference=reference, **FEW
+    )
+    assert found.ok, [row.reason for row in found]
+    assert found.get("wide").row["error"]["eager_max"] > 0
+
+
+def test_a_number_of_samples_that_is_refused_leaves_no_record(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 1 sample"):
+        harness.bench({"power": power}, draw, reference=square, samples=0, out=tmp_path, quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_bench_says_so_and_keeps_what_it_measured(tmp_path: Path) -> None:
+    def interrupted(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 4:
+            raise KeyboardInterrupt
+        return x * x
+
+    cases = {"whole": torch.randn(8, 8), "cut": torch.randn(4, 8)}
+    benchmark = harness.Benchmark("cut", {"mine": interrupted}, square, cases=cases, modes=("inference",))
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.run(out=tmp_path, **FEW)
+    records = record.load(tmp_path)
+    assert {row.case for row in records.rows} == {"whole"}
+    assert [run.stop for run in records.runs.values()] == ["interrupted"]
+
+
+def test_a_selection_without_a_case_is_misuse(own: Path, capsys) -> None:
+    chosen = ["--kernel", "my-kernel:TWICE", "--case", "inputs", "--mode", "train"]
+    assert cli.main(["bench", *chosen, "--samples", "3"]) == 2
+    assert "select nothing" in capsys.readouterr().err
+
+
+def test_folders_whose_names_differ_in_a_hyphen_are_two(own: Path) -> None:
+    other = own.with_name("my_kernel")
+    other.mkdir()
+    (other / "ops.py").write_text(OPS)
+    (other / "bench.py").write_text(BENCH.replace('name="double"', 'name="other"'))
+    assert [registry.load(f"./{folder.name}").name for folder in (own, other)] == ["double", "other"]

@@ -335,6 +335,9 @@ def test_a_record_that_cannot_be_read_is_told_from_misuse(tmp_path: Path, capsys
     assert f"b.jsonl:{lines + 1}: not UTF-8" in capsys.readouterr().err
     assert command("--baseline", before, "--current", tmp_path / "absent") == 2
     assert "--current" in capsys.readouterr().err
+    broken.write_text(before.read_text().replace('"case"', '"Case"'))
+    assert command("--baseline", before, "--current", broken) == 3
+    assert "a start needs 'case'" in capsys.readouterr().err
 
 
 def test_verdicts_for_other_programs(tmp_path: Path) -> None:
@@ -348,3 +351,46 @@ def test_verdicts_for_other_programs(tmp_path: Path) -> None:
     assert (entry["case"], entry["verdict"], entry["relative_to"]) == ("wide", "SLOWER", "eager")
     assert entry["ratio"]["low"] < entry["ratio"]["value"] < entry["ratio"]["high"]
     assert [(m["side"], m["case"]) for m in found["missing"]] == [("baseline", "gone")]
+
+
+@pytest.mark.parametrize("place", ["under-a-file/x.md", "folder"])
+def test_a_place_that_cannot_be_written_is_misuse_and_not_slower(tmp_path: Path, place: str, capsys) -> None:
+    before = records(tmp_path / "a.jsonl", {"wide": 100})
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "under-a-file").write_text("")
+    for option in ("--out", "--json"):
+        assert command("--baseline", before, "--current", before, option, tmp_path / place) == 2
+        assert place.split("/")[0] in capsys.readouterr().err
+
+
+def test_relative_to_a_peer_with_an_impossible_time_nothing_is_judged(tmp_path: Path) -> None:
+    before = records(tmp_path / "a.jsonl", {"wide": 100})
+    after = tmp_path / "b.jsonl"
+    ours, eager = row(KERNEL, "wide", "fwd", "triton", samples(100)), row(KERNEL, "wide", "fwd", "eager", samples(80))
+    write(after, bench(KERNEL, {("wide", "fwd"): [ours, eager | {"status": "over-roofline", "reason": "too fast"}]}))
+    out = tmp_path / "out.json"
+    relative = ("--baseline", before, "--current", after, "--relative", "eager", "--json", out)
+    assert command(*relative) == 0 and command(*relative, "--fail-on", "unsure") == 1
+    (found,) = json.loads(out.read_text())["rows"]
+    assert (found["verdict"], found["relative"]) == (UNSURE, None)
+
+
+def test_relative_to_a_peer_too_few_samples_are_still_the_reason(tmp_path: Path) -> None:
+    few = [row(KERNEL, "wide", "fwd", name, samples(100, n=5)) for name in ("triton", "eager")]
+    path, out = write(tmp_path / "a.jsonl", bench(KERNEL, {("wide", "fwd"): few})), tmp_path / "out.json"
+    assert command("--baseline", path, "--current", path, "--relative", "eager", "--json", out) == 0
+    assert json.loads(out.read_text())["rows"][0]["note"] == "fewer than six samples on a side"
+
+
+def test_the_noise_of_a_run_is_that_of_all_its_implementations(tmp_path: Path) -> None:
+    """Only the first of ours is measured against itself."""
+
+    def of(name: str, us: float) -> Path:
+        noise = {"median": 1.0, "ci95": [0.9, 1.11]}
+        first = row(KERNEL, "wide", "fwd", "triton", samples(us)) | {"noise": noise}
+        second = row(KERNEL, "wide", "fwd", "triton2", samples(us)) | {"noise": None}
+        return write(tmp_path / name, bench(KERNEL, {("wide", "fwd"): [first, second]}))
+
+    before, after, out = of("a.jsonl", 100), of("b.jsonl", 108), tmp_path / "out.json"
+    assert command("--baseline", before, "--current", after, "--json", out) == 0
+    assert [found["verdict"] for found in json.loads(out.read_text())["rows"]] == [UNSURE, UNSURE]

@@ -33,6 +33,9 @@ def measured(
     return row(KERNEL, case, "fwd", name, samples(us, n=8), run=run)
 
 
+EMPTIED = {"columns": {"cold": {"median_us": 1.0, "samples_us": [1.0, math.nan]}}}
+
+
 def progress(path: Path, **changes: object) -> record.Finished:
     line = run_line(KERNEL)
     asked = {"options": line["options"], "commit": line["environment"]["commit"], "dirty": False, "gpu": "NVIDIA H200"}
@@ -132,6 +135,10 @@ def test_another_schema_version_is_refused(tmp_path: Path) -> None:
     [
         ([measured("a")], "no run line"),
         ([run_line(KERNEL), {"type": "note", "run": "20260101T000000Z-0000"}], "unknown type 'note'"),
+        ([run_line(KERNEL), {**measured("a"), "case": None, "status": 1}], r":2: a row needs 'case', 'status'"),
+        ([run_line(KERNEL), {**start("a"), "mode": None}], r":2: a start needs 'mode'"),
+        ([run_line(KERNEL), {**measured("a"), "columns": {"cold": {"median_us": 1.0}}}], "needs the samples"),
+        ([run_line(KERNEL), row(KERNEL, "a", "fwd", "triton", [1, 2]) | EMPTIED], "needs the samples"),
     ],
 )
 def test_lines_that_cannot_be_joined_are_errors(tmp_path: Path, lines: list[dict[str, object]], message: str) -> None:
@@ -153,6 +160,20 @@ def test_a_later_row_supersedes_but_not_across_gpus_or_files_by_name(tmp_path: P
     assert found == {("h200", "a"): 5, ("h200", "b"): 10, ("t4", "a"): 7}
     assert [r.run.id for r in records.superseded] == ["old"]
     assert {r.implementation for r in records.siblings(records.superseded[0])} == {"triton"}
+
+
+def test_of_two_files_that_overlap_in_time_the_later_run_supersedes(tmp_path: Path) -> None:
+    def of(month: int, us: float) -> list[dict[str, object]]:
+        time = {"time": f"2026-{month:02}-01T00:00:00+00:00"}
+        return bench(KERNEL, {("a", "fwd"): [measured("a", us=us)]}, run=f"month {month}", environment=time)
+
+    write(tmp_path / "a.jsonl", [*of(1, 10), *of(3, 30)])
+    write(tmp_path / "b.jsonl", of(2, 20))
+    records = record.load(tmp_path)
+    assert [round(r.seconds() * 1e6) for r in records.rows] == [30]
+    assert sorted(r.run.id for r in records.superseded) == ["month 1", "month 2"]
+    write(tmp_path / "b.jsonl", [*of(5, 50), *of(4, 40)])  # in one file the order of the lines decides
+    assert [round(r.seconds() * 1e6) for r in record.load(tmp_path).rows] == [40]
 
 
 def test_load_finds_records_below_a_folder(tmp_path: Path) -> None:

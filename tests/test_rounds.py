@@ -14,7 +14,7 @@ pytest.importorskip("pynvml")
 
 from harness.measure.cupti import kernel_times
 from harness.measure.gpu_state import Reading
-from harness.measure.timing import PROBE_SECONDS, Budget, Clock, Data, Measurement, order_of
+from harness.measure.timing import PROBE_SECONDS, Budget, Clock, ContenderFailed, Data, Measurement, order_of
 
 
 class Machine:
@@ -246,3 +246,18 @@ def test_cupti_reports_its_own_samples_or_an_error(machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupti", None)
     with pytest.raises(ValueError, match="needs the package cupti-python"):
         kernel_times({"a": run}, lambda: None, [["a"]], monitor)
+
+
+def test_a_call_that_fails_in_a_round_names_its_contender_unless_the_context_is_lost(machine):
+    def fails(error):
+        def run():
+            raise error
+
+        return run
+
+    runs = {"a": machine.launch("a", 2.0), "b": fails(RuntimeError("tired"))}
+    with pytest.raises(ContenderFailed, match="b: tired"):
+        clock_of(machine, 4)._events([runs], Data(), cold=True)
+    runs["b"] = fails(torch.AcceleratorError("illegal access"))  # perhaps of an earlier call
+    with pytest.raises(torch.AcceleratorError):
+        clock_of(machine, 4)._events([runs], Data(), cold=True)

@@ -74,7 +74,12 @@ def test_a_suite_narrows_and_says_when_nothing_is_left() -> None:
     (selection,) = suites.select(suite, asked(kernel=["gelu"], mode=["fwd"], impl=["triton"]))
     assert (selection.modes, selection.implementations) == (("fwd",), ("triton",))
     with pytest.raises(ValueError, match="suite trainscale: .* select none of its cases"):
-        suites.select(suite, asked(case=["nonesuch"]))
+        suites.select(suite, asked(mode=["step"]))
+    known = "4096x4096-bf16-exact"
+    with pytest.raises(ValueError, match="unknown case of suite trainscale 'nonesuch'; known: .*" + known):
+        suites.select(suite, asked(case=[known, "nonesuch"]))
+    with pytest.raises(ValueError, match="unknown kernel of suite trainscale 'nonesuch'; known: attention"):
+        suites.select(suite, asked(kernel=["gelu", "nonesuch"]))
     with pytest.raises(ValueError, match="has no implementation nonesuch"):
         suites.select(Suite("a", "b", (Part("gelu", (), ("nonesuch",)),)), asked())
     with pytest.raises(ValueError, match="gelu has no case 'nonesuch'"):
@@ -147,3 +152,20 @@ def test_the_tables_of_memory_are_of_new_records_alone(tmp_path: Path) -> None:
     assert "saved for the backward" in page and "+512 B" in page
     table = "\n".join(console.lines("rmsnorm", rows, "torch"))
     assert "rmsnorm: device time, µs" in table and "over torch" in table and "error: it broke" in table
+
+
+def test_a_baseline_of_another_run_is_not_beside_ours(tmp_path: Path) -> None:
+    """A suite that was narrowed to one of them, after the whole."""
+
+    def run(name: str, us: dict[str, float]) -> list:
+        rows = [fake.row("rmsnorm", "first", "fwd", of, fake.samples(time)) for of, time in us.items()]
+        return fake.bench("rmsnorm", {("first", "fwd"): rows}, run=name)
+
+    for again in ({"torch": 400}, {"triton": 50}):
+        path = tmp_path / f"{next(iter(again))}.jsonl"
+        whole = run("whole", {"triton": 100, "torch": 200})
+        found = suite_summary.summary(SUITE, record.load(fake.write(path, [*whole, *run("again", again)])).rows)
+        (line,) = found["rows"]
+        assert (line["baseline_latency_us"], line["speedup"], line["memory_reduction"]) == (None, None, None)
+        assert suite_summary.cells(line)[-1] == "torch was measured in another run"
+        assert (found["speedup"]["count"], found["speedup"]["of"]) == (0, 1)

@@ -223,7 +223,7 @@ def run_into(
     from ..commands.bench import Session
 
     with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext(), torch.cuda.device(device):
-        return Session(device, arguments, every_ratio=True).bench(selection, path)
+        return Session(device, arguments).bench(selection, path)
 
 
 def without_times(row: Mapping[str, Any]) -> dict[str, Any]:

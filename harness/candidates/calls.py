@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-TRAINING = "training"  # name of the argument that selects it
+# Names of arguments that a function of the user cannot have: they are no identifiers.
+TRAINING = "in training"  # selects it
 INCOMING = "incoming gradient {}"
+PRECISION = "in precision"  # a tensor of no other meaning than its dtype, where no argument is floating-point
 
 
 @dataclass
@@ -28,15 +30,18 @@ class Call:
     parameters: tuple[str, ...] = ()
     _wide: nn.Module | None = field(default=None, init=False)
 
-    def __call__(self, *, training: bool = False, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    def __call__(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
+        training = inputs.pop(TRAINING, False)
+        fn = self._in_precision_of(inputs)
+        inputs.pop(PRECISION, None)
         if not training:
-            return tuple(tensors(self._result(inputs)))
+            return tuple(tensors(_result(fn, inputs)))
         incoming = [inputs.pop(name) for name in list(inputs) if name.startswith(INCOMING.format(""))]
         with torch.enable_grad():
             wrt = {name: value.detach().requires_grad_() for name, value in differentiable(inputs)}
-            results = list(tensors(self._result({**inputs, **wrt})))
+            results = list(tensors(_result(fn, {**inputs, **wrt})))
             used = [t for t in results if t.requires_grad]
-            named = trainable(self._module(inputs)) if isinstance(self.fn, nn.Module) else {}
+            named = trainable(fn) if isinstance(fn, nn.Module) else {}
             leaves = [*wrt.values(), *named.values()]
             grads = torch.autograd.grad(used, leaves, incoming, allow_unused=True) if used else ()
         by_name = dict(zip([*wrt, *named], grads, strict=False))
@@ -48,14 +53,10 @@ class Call:
             *(torch.zeros_like(leaf) if grad is None else grad for grad, leaf in chosen),
         )
 
-    def _result(self, inputs: Mapping[str, Any]) -> Any:
-        fn = self._module(inputs) if isinstance(self.fn, nn.Module) else self.fn
-        positional = [value for name, value in inputs.items() if name.isdecimal()]
-        return fn(*positional, **{name: value for name, value in inputs.items() if not name.isdecimal()})
-
-    def _module(self, inputs: Mapping[str, Any]) -> nn.Module:
-        """The module, or a copy of it in fp64 if the inputs are fp64: that is the oracle."""
-        assert isinstance(self.fn, nn.Module)
+    def _in_precision_of(self, inputs: Mapping[str, Any]) -> Callable[..., Any]:
+        """`fn`; of a module a copy in fp64 if the inputs are fp64: that is the oracle."""
+        if not isinstance(self.fn, nn.Module):
+            return self.fn
         wide = any(t.dtype == torch.float64 for _, t in differentiable(inputs))
         own = next((p.dtype for p in self.fn.parameters() if p.is_floating_point()), torch.float64)
         if not wide or own == torch.float64:
@@ -63,6 +64,11 @@ class Call:
         if self._wide is None:
             self._wide = copy.deepcopy(self.fn).double()
         return self._wide
+
+
+def _result(fn: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
+    positional = [value for name, value in inputs.items() if name.isdecimal()]
+    return fn(*positional, **{name: value for name, value in inputs.items() if not name.isdecimal()})
 
 
 def differentiable(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

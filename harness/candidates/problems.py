@@ -10,7 +10,7 @@ import torch
 
 from ..roofline import Cost
 from ..spec import Inputs
-from .calls import INCOMING, TRAINING, Call, differentiable
+from .calls import INCOMING, PRECISION, TRAINING, Call, differentiable
 
 #: keyword arguments by name, positional ones in a sequence, or a single tensor
 Arguments = Mapping[str, Any] | Sequence[Any] | torch.Tensor
@@ -86,6 +86,8 @@ class Problem:
     def inputs(self, device: torch.device, generator: torch.Generator | None, training: bool) -> Inputs:
         """Fresh arguments of a `Call`."""
         fresh = made(self.source, device, generator)
+        if not any(True for _ in differentiable(fresh)):  # the oracle's inputs would not differ from the candidates'
+            fresh[PRECISION] = torch.ones(1, device=device)
         return {**fresh, TRAINING: True, **incoming(self.outputs, device, generator)} if training else fresh
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .. import record
+from .. import compaction, record
 from ..reporting import console
 
 #: modes of the record -> modes of this interface
@@ -72,7 +72,11 @@ class Results:
 
     def __init__(self, title: str, rows: Iterable[Mapping[str, Any]], against: str | None) -> None:
         self.title, self.against = title, against
-        self.rows = tuple(_result(row) for row in rows)
+        groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+        rows = list(rows)
+        for row in rows:
+            groups.setdefault((row["case"], row["mode"]), []).append(row)
+        self.rows = tuple(_result(row, groups[row["case"], row["mode"]]) for row in rows)
 
     def __iter__(self) -> Iterator[Result]:
         return iter(self.rows)
@@ -107,11 +111,19 @@ class Results:
         return json.dumps(json.loads(record.dumps({"title": self.title, "rows": [dict(r.row) for r in self.rows]})))
 
 
-def _result(row: Mapping[str, Any]) -> Result:
+def _result(row: Mapping[str, Any], group: Iterable[Mapping[str, Any]]) -> Result:
+    """The result of a row; `group` are all rows of its case and mode."""
     column = (row.get("columns") or {}).get(row.get("headline"))
-    ratios = {name: Ratio(r["median"], tuple(r["ci95"])) for name, r in (row.get("ratios") or {}).items()}
+    recorded = row.get("ratios") or {}
+    ratios = {}
+    for other in group:
+        name = other["implementation"]
+        # A record does not keep the ratios of baselines' rows: their samples give them.
+        found = recorded.get(name) or (compaction.ratio_over(row, other) if column and other is not row else None)
+        if found:
+            ratios[name] = Ratio(found["median"], tuple(found["ci95"]))
     return Result(
-        case=row["case"].removesuffix(SUFFIX),
+        case=row["case"].removesuffix(SUFFIX) if row["mode"] == "train" else row["case"],
         mode=WORDS.get(row["mode"], row["mode"]),
         name=row["implementation"],
         candidate=row["kind"] == "ours",

@@ -154,6 +154,8 @@ def main(arguments: argparse.Namespace) -> int:
     own = [s for s in selections if s.spec.name in registry.outside()]
     if arguments.quick and not arguments.case and not suite:
         selections = [options.Selection(s.spec, s.cases[:1], s.modes, s.implementations) for s in selections]
+    if arguments.host != "only" and not any(selection.groups() for selection in selections):
+        raise ValueError("--case, --mode and --impl select nothing: no such case runs in that mode")
     if arguments.jobs is not None:
         if device.type != "cuda" or own or arguments.quick:
             raise ValueError("--jobs needs a GPU, kernels of this checkout, and no --quick")
@@ -238,7 +240,6 @@ class Session:
     device: torch.device
     arguments: argparse.Namespace
     journal: renewal.Journal = field(default_factory=renewal.Journal)
-    every_ratio: bool = False  # also for peers' rows, not for ours alone
 
     def __post_init__(self) -> None:
         self.turns = Turns(getattr(self.arguments, "turns", None), self.device)
@@ -578,7 +579,7 @@ class Group:
         headline = measurement.headline(ours, timer)
         headline = headline if headline in columns else "cold"
         ratios = {}
-        if name in self.spec.implementations or self.session.every_ratio:
+        if name in self.spec.implementations:
             with self._stage("ratios"):
                 ratios = measurement.ratios(name, headline)
         noise = ratios.pop(name + timing.AA, None)

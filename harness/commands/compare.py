@@ -315,7 +315,20 @@ def compare(
     if relative is not None and relative not in peers:
         raise ValueError(f"--relative {relative}: no such peer was measured; there are {', '.join(sorted(peers))}")
     only = peers if relative is None else {relative}
-    pairs = [pair for key in wanted if (pair := judge(before[key], after[key], threshold, only))]
+    every = [row for records in (baseline, current) for row in (*records.rows, *records.superseded)]
+    failed = {(row.run.id, *row.key) for row in every if not row.ok}
+    # Only one implementation of a group is measured a second time; what that shows holds for all that ran with it.
+    noise = {(row.run.id, *row.group): row.get("noise") for row in every if row.get("noise")}
+
+    def usable(key: tuple[str, ...]) -> Iterable[str]:
+        """Yields the peers that did not fail in either run of a row: one above the roofline has an impossible time."""
+        of_rows = [(row.run.id, *row.group) for row in (before[key], after[key])]
+        return (name for name in only if not any((*of_row, name) in failed for of_row in of_rows))
+
+    def floor(key: tuple[str, ...]) -> float:
+        return noise_floor(*(noise.get((row.run.id, *row.group)) for row in (before[key], after[key])))
+
+    pairs = [pair for key in wanted if (pair := judge(before[key], after[key], threshold, usable(key), floor(key)))]
     if relative is not None:
         pairs = [_by_peer(pair, relative, threshold) for pair in pairs]
     if not pairs:
@@ -335,6 +348,8 @@ def _by_peer(pair: Pair, peer: str, threshold: float) -> Pair:
     """The same pair, compared by the time over that of a peer."""
     if pair.verdict == FAILED:
         return pair
+    if pair.ratio is None:
+        return pair  # UNSURE, with its reason
     if pair.relative is None:
         return replace(pair, verdict=UNSURE, note=f"{peer} was not measured in the same run on both sides")
     limit = max(threshold, HOST_THRESHOLD) if pair.current.host else threshold
@@ -373,8 +388,15 @@ def _by_key(baseline: Records, current: Records) -> tuple[Keyed, Keyed]:
     return keyed(baseline), keyed(current)
 
 
-def judge(baseline: Row, current: Row, threshold: float = THRESHOLD, peers: Iterable[str] = ("eager",)) -> Pair | None:
-    """The verdict on one row; None where the baseline was not measured, or the current side skipped it."""
+def judge(
+    baseline: Row,
+    current: Row,
+    threshold: float = THRESHOLD,
+    peers: Iterable[str] = ("eager",),
+    floor: float | None = None,
+) -> Pair | None:
+    """The verdict on one row; None where the baseline was not measured, or the current side skipped it. `floor` is the
+    noise of the two runs, by default of the two rows."""
     if not baseline.ok or (not current.ok and current.status not in BROKEN):
         return None
     if not current.ok:
@@ -383,7 +405,8 @@ def judge(baseline: Row, current: Row, threshold: float = THRESHOLD, peers: Iter
     column = _column(baseline, current)
     if column is None:
         return Pair(baseline, current, None, UNSURE, None, None, None, "no timing was measured on both sides")
-    floor = noise_floor(baseline.get("noise"), current.get("noise"))
+    if floor is None:
+        floor = noise_floor(baseline.get("noise"), current.get("noise"))
     samples = [row.get("columns")[column]["samples_us"] for row in (baseline, current)]
     ratio = ratio_of_medians(samples[0], samples[1], floor)
     if ratio is None:

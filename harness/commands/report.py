@@ -264,7 +264,7 @@ def readme_block(folder: Path) -> str:
     if not records.rows:
         return ""
     link = f"reports/{folder.name}"
-    run = records.used_runs()[-1]
+    run = max(records.used_runs(), key=lambda run: str(run.environment.get("time")))
     triton, torch = run.environment.get("triton"), run.environment.get("torch")
     gpu, found = gpus(records), findings(records)
     lines = [

@@ -173,6 +173,18 @@ class ContenderFailed(Exception):
         self.name, self.error = name, error
 
 
+@contextmanager
+def _blamed_on(name: str) -> Iterator[None]:
+    """Context for a call that is not the contender's first. A lost context is blamed on none: an earlier call may have
+    lost it."""
+    try:
+        yield
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        raise ContenderFailed(name, error) from error
+
+
 class Clock:
     """Measures on one stream of one device. Bind contenders inside `with clock.stream():`, because a backward runs on
     the stream of its forward, and a graph can only be captured on that stream."""
@@ -212,7 +224,7 @@ class Clock:
         """Measures every column of every contender, ours first. `sets` is the number of sets of inputs to rotate
         through. With `held=False` the stream is not blocked: for calls so long that host time is negligible.
 
-        Raises ContenderFailed for the first contender that cannot be bound or warmed up.
+        Raises ContenderFailed for the first contender that cannot be bound or run.
         """
         result = Measurement(warnings={c.name: [] for c in contenders})
         free = set() if held else {c.name for c in contenders}
@@ -296,12 +308,13 @@ class Clock:
         """Runs until the clocks have had time to rise; compilation happened before. The flush is called too: its kernel
         is loaded at its first launch, which waits for the device and would never return while the gate is closed."""
         self.flush()
-        every = [run for on_one_set in runs for run in on_one_set.values()]
+        every = [entry for on_one_set in runs for entry in on_one_set.items()]
         rounds, deadline = self.budget.warmup_rounds, time.perf_counter() + self.budget.warmup_seconds
         done = 0
         while (time.perf_counter() < deadline) if rounds is None else (done < rounds):
-            for run in every:
-                run()
+            for name, run in every:
+                with _blamed_on(name):
+                    run()
             self._stream.synchronize()
             done += 1
 
@@ -384,10 +397,11 @@ class Clock:
         events = {n: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for n in order}
 
         def queue(name: str) -> None:
-            before(name)
-            events[name][0].record(self._stream)
-            call(name)
-            events[name][1].record(self._stream)
+            with _blamed_on(name):
+                before(name)
+                events[name][0].record(self._stream)
+                call(name)
+                events[name][1].record(self._stream)
 
         culprits: set[str] = set()
         held = [n for n in order if n not in self._unheld]

@@ -12,7 +12,8 @@ import gc
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from ..execute import Run
 from . import stats
@@ -38,14 +39,15 @@ def measure(
     """
     runs: dict[str, list[Run]] = {}
     for contender in contenders:
-        try:
+        with _blamed_on(contender.name):
             runs[contender.name] = [contender.bind(index) for index in range(sets)]
             for run in runs[contender.name]:
                 run()
-        except Exception as error:
-            raise ContenderFailed(contender.name, error) from error
     _warm_up(runs, budget)
-    calls = {name: 1 if one_call else _calls(of_sets[0]) for name, of_sets in runs.items()}
+    calls = {}
+    for name, of_sets in runs.items():
+        with _blamed_on(name):
+            calls[name] = 1 if one_call else _calls(of_sets[0])
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -57,13 +59,22 @@ def measure(
     return Measurement(columns, {}, {name: [] for name in runs})
 
 
+@contextmanager
+def _blamed_on(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ContenderFailed(name, error) from error
+
+
 def _warm_up(runs: Mapping[str, Sequence[Run]], budget: Budget) -> None:
-    every = [run for of_sets in runs.values() for run in of_sets]
+    every = [(name, run) for name, of_sets in runs.items() for run in of_sets]
     rounds, deadline = budget.warmup_rounds, time.perf_counter() + budget.warmup_seconds
     done = 0
     while (time.perf_counter() < deadline) if rounds is None else (done < rounds):
-        for run in every:
-            run()
+        for name, run in every:
+            with _blamed_on(name):
+                run()
         done += 1
 
 
@@ -84,10 +95,11 @@ def _sample(
         for name in order.sample(list(runs), len(runs)):
             run = runs[name][which]
             data.restore(which)
-            start = time.perf_counter()
-            for _ in range(calls[name]):
-                run()
-            samples[name].append((time.perf_counter() - start) * 1e6 / calls[name])
+            with _blamed_on(name):
+                start = time.perf_counter()
+                for _ in range(calls[name]):
+                    run()
+                samples[name].append((time.perf_counter() - start) * 1e6 / calls[name])
         gc.collect(0)
         elapsed = time.perf_counter() - begin
         if index + 1 < (budget.few_rounds if elapsed > budget.patience else budget.min_rounds):

@@ -170,7 +170,7 @@ class Records:
         return sorted({row.kernel for row in self.rows})
 
     def used_runs(self) -> list[Run]:
-        """The runs of at least one current row, oldest first."""
+        """The runs of at least one current row: those of a file oldest first, the file that began first first."""
         used = {row.run.id for row in self.rows}
         return [run for run in self.runs.values() if run.id in used]
 

@@ -1,8 +1,8 @@
 """The summary of a suite: for the console and as JSON. Made only from rows of the record.
 
 A line is one of our implementations in a case and mode, beside the baseline that the suite names first. If a baseline
-was not measured, its line has no speed-up and is excluded from mean, median and range, which say how many lines they
-cover.
+was not measured in the same run, its line has no speed-up and is excluded from mean, median and range, which say how
+many lines they cover.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ def summary(suite: Suite, rows: Sequence[Row]) -> dict[str, Any]:
 
 def _line(row: Row, baseline: Row | None, part: Part) -> Line:
     name = part.baselines[0]
+    status = baseline.status if baseline is not None else "not selected"
+    if baseline is not None and baseline.run.id != row.run.id:  # no ratio is paired, and clocks may differ
+        baseline, status = None, "was measured in another run"
     column = row.column() or {}
     seconds = row.seconds() if row.ok else None
     theirs = baseline.column(row.headline) if baseline is not None and baseline.ok else None
@@ -75,7 +78,7 @@ def _line(row: Row, baseline: Row | None, part: Part) -> Line:
         "latency_us": column.get("median_us") if row.ok else None,
         "ci95_us": column.get("ci95_us") if row.ok else None,
         "baseline": name,
-        "baseline_status": baseline.status if baseline is not None else "not selected",
+        "baseline_status": status,
         "baseline_latency_us": theirs["median_us"] if theirs else None,
         "speedup": row.get("ratios", {}).get(name) if row.ok and theirs else None,
         "bytes_per_second": cost.bytes / seconds if seconds else None,
