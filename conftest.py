@@ -31,6 +31,7 @@ if not HAS_GPU:
 
     make_lean()
     interpreter.ignore_nan()
+    interpreter.spoil_masked()
 
 # The template's files carry a placeholder for a name; tests/test_new.py tests what is made from them.
 collect_ignore = ["harness/template"]

@@ -58,6 +58,7 @@ def load(name: str) -> KernelSpec:
     else:
         spec = _load_own(name)
     interpreter.ignore_nan()
+    interpreter.spoil_masked()
     return spec
 
 

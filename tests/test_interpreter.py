@@ -1,4 +1,4 @@
-"""harness/interpreter.py: maxima and minima treat NaN as on a GPU."""
+"""harness/interpreter.py: maxima and minima treat NaN as on a GPU, and masked elements without a value are not 0."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from harness import interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 interpreter.ignore_nan()
+interpreter.spoil_masked()
 
 
 @triton.jit
@@ -32,3 +33,22 @@ def test_nan_is_ignored_unless_it_is_to_be_propagated(propagate: bool) -> None:
     alone = [nan, nan, nan] if propagate else [1.0, 2.0, nan]
     expected = torch.tensor([[*alone, 3.0], [*alone, -1.0], [2.0] * 4], device=DEVICE)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
+def _masked(x_ptr, out_ptr, given_ptr):
+    at = tl.arange(0, 4)
+    tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < 2))
+    tl.store(given_ptr + at, tl.load(x_ptr + at, mask=at < 2, other=3.0))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU they are undefined")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64])
+def test_masked_elements_without_a_value_are_spoilt(dtype: torch.dtype) -> None:
+    x = torch.arange(1, 5).to(dtype)
+    out, given = torch.empty_like(x), torch.empty_like(x)
+    _masked[(1,)](x, out, given)
+    assert out[:2].tolist() == [1, 2]
+    assert out[2:].isnan().all() if dtype.is_floating_point else out[2:].eq(-1).all()
+    if dtype != torch.bfloat16:  # whose conversions are wrong in the interpreter
+        assert given.tolist() == [1, 2, 3, 3]
