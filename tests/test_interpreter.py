@@ -1,4 +1,4 @@
-"""harness/interpreter.py: maxima and minima treat NaN, roots and powers subnormal numbers, as on a GPU."""
+"""harness/interpreter.py: NaN in maxima and minima, subnormal numbers, and masked loads are as on a GPU."""
 
 from __future__ import annotations
 
@@ -49,3 +49,22 @@ def test_subnormal_numbers_are_0_in_roots_and_powers() -> None:
     _of_subnormal[(1,)](x, out)
     expected = [[torch.inf, 2**3.5, 8.0, 0.5], [0.0, 2**-3.5, 0.125, 2.0], [0.0, 0.0, 2.0**-64, 2.0**-0.25]]
     torch.testing.assert_close(out, torch.tensor(expected, device=DEVICE), rtol=1e-6, atol=0)
+
+
+@triton.jit
+def _masked(x_ptr, out_ptr, given_ptr):
+    at = tl.arange(0, 4)
+    tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < 2))
+    tl.store(given_ptr + at, tl.load(x_ptr + at, mask=at < 2, other=3.0))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU they are undefined")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64])
+def test_masked_elements_without_a_value_are_spoilt(dtype: torch.dtype) -> None:
+    x = torch.arange(1, 5).to(dtype)
+    out, given = torch.empty_like(x), torch.empty_like(x)
+    _masked[(1,)](x, out, given)
+    assert out[:2].tolist() == [1, 2]
+    assert out[2:].isnan().all() if dtype.is_floating_point else out[2:].eq(-1).all()
+    if dtype != torch.bfloat16:  # whose conversions are wrong in the interpreter
+        assert given.tolist() == [1, 2, 3, 3]
