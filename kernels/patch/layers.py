@@ -57,7 +57,8 @@ def gated(module: nn.Module) -> Callable | None:
     activation = _activation(module)
     if activation is None:
         return None
-    original, kind = type(module).forward, type(_activation_of(module))
+    original: Callable = type(module).forward
+    kind: Any = type(_activation_of(module))
     if hasattr(module, "gate_up_proj"):
         return _packed(activation, kind, original)
     if hasattr(module, "gate_proj"):
