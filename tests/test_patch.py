@@ -278,6 +278,7 @@ def test_the_loss_of_several_micro_batches_of_capped_logits_and_of_shifted_label
     labels = TOKENS.roll(-1, 1)
     labels[:, -3:] = -100
     same_step(model, reference, shift_labels=labels)
+    same_step(model, reference, shift_labels=labels.flatten())
 
 
 def test_logits_are_there_where_somebody_wants_them() -> None:
@@ -368,6 +369,19 @@ def test_gradient_checkpointing(name: str) -> None:
     model, reference = patch(made(name)), made(name)
     model.gradient_checkpointing_enable()
     same_step(model, reference, use_cache=False)
+
+
+@pytest.mark.parametrize("left", [(), "rope", "norm"])
+def test_autocast(left: str | tuple) -> None:
+    """Norms and rotations of transformers, in fp32, give q and k another dtype than v's."""
+    model, reference = patch(made("qwen3"), except_=left), made("qwen3")
+    found = []
+    for each in (model.train(), reference.train()):
+        with torch.autocast(DEVICE, dtype=torch.float16):
+            loss = each(TOKENS, labels=TOKENS).loss
+        loss.backward()
+        found.append([loss.detach(), each.model.layers[0].self_attn.q_proj.weight.grad])
+    torch.testing.assert_close(found[0], found[1], rtol=0.02, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])

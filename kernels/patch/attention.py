@@ -129,12 +129,16 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """query [B, H, Sq, D], key and value [B, Hkv, Sk, D] -> ([B, Sq, H, D], None for the weights). The last query
     attends to all keys, or to its window of them. A mask without keys, which is that of `unmasked`, means no mask.
+    Inside of autocast all are cast to its dtype, as by SDPA.
     Raises ValueError for scores with a cap, which SDPA does not support either; older versions of it ignore the cap.
     Weights that are asked for are not there either, of which SDPA warns."""
     if kwargs.get("softcap") is not None:
         raise ValueError("patch: ridgeline's attention does not support `softcap`; patch with except_=('attention',)")
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         attention_mask = None
+    if torch.is_autocast_enabled(query.device.type):  # after norms or rotations in fp32, q and k have another dtype than v
+        lower = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(lower), key.to(lower), value.to(lower)
     queries, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # Without a mask of `mask` a window that hides keys is a causal one, whatever the argument is_causal says.

@@ -87,13 +87,14 @@ def _loss(
     **_: Any,
 ) -> torch.Tensor:
     """transformers' loss: each token predicts the next one. It is the sum divided by num_items_in_batch if that is
-    given, which counts the tokens of all micro-batches of a step, otherwise the mean."""
+    given, which counts the tokens of all micro-batches of a step, otherwise the mean. Labels are flattened, as there:
+    they may have another shape than the tokens."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     loss = linear_cross_entropy(
-        hidden,
+        hidden.flatten(0, -2),
         model.lm_head.weight.to(hidden.dtype),
-        shift_labels.to(hidden.device),
+        shift_labels.to(hidden.device).flatten(),
         bias=model.lm_head.bias,
         ignore_index=ignore_index,
         softcap=getattr(model.config, "final_logit_softcapping", None),
