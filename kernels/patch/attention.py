@@ -136,7 +136,7 @@ def attend(
         raise ValueError("patch: ridgeline's attention does not support `softcap`; patch with except_=('attention',)")
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         attention_mask = None
-    if torch.is_autocast_enabled(query.device.type):  # after norms or rotations in fp32, q and k have another dtype than v
+    if torch.is_autocast_enabled(query.device.type):  # norms or rotations in fp32 leave q and k so
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
     queries, keys = query.shape[2], key.shape[2]
