@@ -150,18 +150,23 @@ class TrainStep:
         if self.reason is None:
             self._make_capturable()  # the groups of a loaded state dict replace lr, capturable and steps
 
-    def state_dict(self) -> dict[str, int]:
-        """The state of the schedule and the accumulation. Model, optimizer and scaler have their own state dicts."""
-        return {"calls": self.calls, "updates": self.updates}
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the schedule and the accumulation. Model, optimizer and scaler have their own state dicts; the
+        optimizer's has each group's lr times the schedule's factor, so this one has the lr without it."""
+        rates = {} if self.schedule is None else {"rates": list(self._rates)}
+        return {"calls": self.calls, "updates": self.updates, **rates}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from the update at which `state_dict` was taken. Earlier losses are dropped."""
         if state["calls"] % self.accumulate:
             raise ValueError(
                 f"TrainStep: state must be that of an update, got one {state['calls'] % self.accumulate} calls later"
             )
+        rates = list(state.get("rates", self._rates))
+        if len(rates) != len(self._rates):
+            raise ValueError(f"TrainStep: state must have {len(self._rates)} rates, one per group, got {len(rates)}")
         self.reset()
-        self.calls, self.updates = state["calls"], state["updates"]
+        self.calls, self.updates, self._rates = state["calls"], state["updates"], rates
         self._loaded = self.calls
         self._cursor.fill_(self.calls % self.history)
 
@@ -357,7 +362,8 @@ def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _signature(leaf: Any) -> Hashable:
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+    # With the type, as 1, 1.0 and True are equal.
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
 
 
 @contextlib.contextmanager

@@ -153,6 +153,14 @@ def test_packed_sequences(use_cache: bool) -> None:
             close(packed[:, 4:7], model(TOKENS[:, 4:7]).logits)
 
 
+@pytest.mark.parametrize("use_cache", [None, True, False])
+def test_packed_sequences_with_labels(use_cache: bool | None) -> None:
+    """A cache, which the model makes by default, keeps transformers from looking for them, and the loss is the same."""
+    model, reference = patch(made("llama")), made("llama")
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]], device=DEVICE).expand(2, 9)
+    same_step(model, reference, position_ids=positions, use_cache=use_cache)
+
+
 class NoWait(TorchDispatchMode):
     """Raises where Python asks for the value of a tensor, for which it would wait for a GPU."""
 
@@ -214,6 +222,23 @@ def test_another_attention_may_be_chosen_afterwards() -> None:
         close(model(TOKENS).logits, reference(TOKENS).logits)
 
 
+def test_an_attention_that_was_chosen_afterwards_is_neither_counted_nor_undone() -> None:
+    model = patch(made("llama"))
+    model.set_attn_implementation("eager")
+    assert "attention" not in patched(model)
+    assert unpatch(model).config._attn_implementation == "eager"
+
+
+def test_weights_of_attention_that_are_asked_for_are_warned_of(monkeypatch) -> None:
+    """By SDPA, as without the patch."""
+    model, asked = patch(made("llama")), []
+    by_sdpa = attention._by_sdpa
+    monkeypatch.setattr(attention, "_by_sdpa", lambda *args, **kwargs: asked.append(kwargs) or by_sdpa(*args, **kwargs))
+    with torch.no_grad():
+        close(model(TOKENS, output_attentions=True).logits, made("llama")(TOKENS).logits)
+    assert [kwargs["output_attentions"] for kwargs in asked] == [True]
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_generation(name: str, cache: str) -> None:
@@ -253,6 +278,7 @@ def test_the_loss_of_several_micro_batches_of_capped_logits_and_of_shifted_label
     labels = TOKENS.roll(-1, 1)
     labels[:, -3:] = -100
     same_step(model, reference, shift_labels=labels)
+    same_step(model, reference, shift_labels=labels.flatten())
 
 
 def test_logits_are_there_where_somebody_wants_them() -> None:
@@ -313,11 +339,49 @@ def test_lora_layers_are_left_alone() -> None:
     assert model.train()(TOKENS, labels=TOKENS).logits is not None  # its head is more than a linear layer
 
 
+class Wrapper(nn.Module):
+    """Has the attributes of the model inside, as PEFT's and torch.compile's wrappers have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base_model"), name)
+
+
+@pytest.mark.parametrize("first", ["patch", "wrap"])
+def test_a_wrapper_with_the_attributes_of_the_model(first: str) -> None:
+    model = made("llama")
+    if first == "patch":
+        wrapped = Wrapper(Wrapper(patch(model)))
+    else:
+        wrapped = patch(Wrapper(Wrapper(model)))
+    assert patched(wrapped) == LAYERS["llama"]
+    assert not patched(unpatch(wrapped)) and model.config._attn_implementation == "sdpa"
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_gradient_checkpointing(name: str) -> None:
     model, reference = patch(made(name)), made(name)
     model.gradient_checkpointing_enable()
     same_step(model, reference, use_cache=False)
+
+
+@pytest.mark.parametrize("left", [(), "rope", "norm"])
+def test_autocast(left: str | tuple) -> None:
+    """Norms and rotations of transformers, in fp32, give q and k another dtype than v's."""
+    model, reference = patch(made("qwen3"), except_=left), made("qwen3")
+    found = []
+    for each in (model.train(), reference.train()):
+        with torch.autocast(DEVICE, dtype=torch.float16):
+            loss = each(TOKENS, labels=TOKENS).loss
+        loss.backward()
+        found.append([loss.detach(), each.model.layers[0].self_attn.q_proj.weight.grad])
+    torch.testing.assert_close(found[0], found[1], rtol=0.02, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
@@ -393,6 +457,22 @@ def test_the_activation_is_that_of_the_layer(how: str) -> None:
             each.model.layers[0].mlp.act_fn = nn.ReLU()
     assert patched(patch(models[0]))["mlp"] == 1
     same_step(*models)
+
+
+@pytest.mark.parametrize("change", ["hook", "forward", "exchange"])
+@pytest.mark.parametrize(("name", "layer"), [("llama", "act_fn"), ("phi", "activation_fn"), ("phi3", "activation_fn")])
+def test_an_activation_that_is_changed_after_the_patch(name: str, layer: str, change: str) -> None:
+    model, reference = patch(made(name)), made(name)
+    for each in (model, reference):
+        mlp = each.model.layers[0].mlp
+        activation = getattr(mlp, layer)
+        if change == "hook":
+            activation.register_forward_hook(lambda module, args, output: output * 0.5)
+        elif change == "forward":
+            activation.forward = torch.sin
+        else:
+            setattr(mlp, layer, nn.Softplus())
+    same_step(model, reference)
 
 
 class Twice(nn.Module):

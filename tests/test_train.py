@@ -11,7 +11,7 @@ from torch import nn
 
 from kernels.adamw import AdamW
 from kernels.nn import RotaryEmbedding
-from kernels.train import TrainStep
+from kernels.train import TrainStep, _signature
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLIP = 0.05
@@ -156,14 +156,23 @@ def test_state_is_taken_up_again() -> None:
     first = TrainStep(loss_of(other), other_optimizer, schedule=factor)
     for batch in data[:2]:
         first(**batch)
-    other_optimizer.param_groups[0]["lr"] = 1e-2
+    # Its lr, as that in the state of an optimizer, has the factor of the last update.
     second = TrainStep(loss_of(other), other_optimizer, schedule=factor)
     second.load_state_dict(first.state_dict())
     assert second.losses().numel() == 0
     returned = [second(**batch) for batch in data[2:]]
     assert torch.equal(second.losses(), torch.stack(returned))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    assert second.state_dict() == {"calls": 4, "updates": 4}
+    assert second.state_dict() == {"calls": 4, "updates": 4, "rates": [1e-2]}
+    with pytest.raises(ValueError, match="state must have 1 rates, one per group, got 2"):
+        second.load_state_dict({**first.state_dict(), "rates": [1e-2, 1e-3]})
+    second.load_state_dict({"calls": 2, "updates": 2})  # as of a step without a schedule
+    assert second.updates == 2
+
+
+@pytest.mark.parametrize("other", [1.0, True])
+def test_equal_arguments_of_other_types_have_other_signatures(other: object) -> None:
+    assert _signature(1) != _signature(other) and _signature(1) == _signature(1)
 
 
 @pytest.mark.parametrize(

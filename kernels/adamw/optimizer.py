@@ -295,6 +295,10 @@ def _init_state(state: dict[str, Any], param: torch.Tensor, master_weights: bool
 
 
 def _keep_exact(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Wraps the states, after the check of the groups: an error in __setstate__ would leave the optimizer with both."""
+    for group in state_dict["param_groups"]:
+        _check_group({**optimizer.defaults, **group})
+
     def wrapped(state: Any) -> Any:
         if not isinstance(state, dict):
             return state

@@ -386,6 +386,27 @@ def test_a_step_over_known_tensors_builds_nothing(monkeypatch):
         optimizer.step()
 
 
+@pytest.mark.parametrize(
+    "options", [dict(amsgrad=True), dict(betas=(torch.tensor(0.8), torch.tensor(0.9)))], ids=["amsgrad", "betas"]
+)
+def test_a_state_that_is_refused_changes_nothing(options):
+    ours, theirs = parameters()
+    optimizer, other = AdamW(ours), torch.optim.AdamW(theirs, **options)
+    give_gradients(ours, theirs)
+    optimizer.step()
+    other.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0]["amsgrad"] is False
+    assert optimizer.param_groups[0]["betas"] == before["param_groups"][0]["betas"]
+    for number, state in before["state"].items():
+        for name, value in state.items():
+            assert torch.equal(optimizer.state_dict()["state"][number][name], value), name
+    give_gradients(ours)
+    optimizer.step()
+
+
 def test_states_of_others_are_loaded_as_they_were():
     """Entries that are no state of AdamW are loaded as PyTorch loads them."""
     param = torch.nn.Parameter(torch.zeros(4, device=DEVICE))

@@ -32,19 +32,25 @@ def use(model: nn.Module) -> None:
 
 
 def give_back(model: nn.Module) -> None:
-    for module in model.modules():
-        if hasattr(module, _KEPT):
-            # If it is ours, another model that shares the configuration was patched first, and restores it.
-            if getattr(module, _KEPT) != NAME:
-                module.set_attn_implementation(getattr(module, _KEPT))
-            delattr(module, _KEPT)
+    for module in list(_owners(model)):
+        # If the kept one is ours, another model that shares the configuration was patched first, and restores it. If
+        # the present one is not, it was chosen after the patch.
+        if getattr(module, _KEPT) != NAME and module.config._attn_implementation == NAME:
+            module.set_attn_implementation(getattr(module, _KEPT))
+        delattr(module, _KEPT)
 
 
 def used(model: nn.Module) -> int:
     """The number of layers that call `attend`."""
-    owners = [module for module in model.modules() if hasattr(module, _KEPT)]
+    owners = [module for module in _owners(model) if module.config._attn_implementation == NAME]
     layers = (m for owner in owners for m in owner.modules() if type(m).__name__.endswith("Attention"))
     return sum(1 for _ in layers)
+
+
+def _owners(model: nn.Module) -> Iterator[Any]:
+    """Yields the models whose implementation was replaced. Wrappers, such as PEFT's and torch.compile's, have the
+    attributes of the model inside as well, so that hasattr does not tell them from it."""
+    yield from (module for module in model.modules() if _KEPT in vars(module))
 
 
 def _models(model: nn.Module) -> Iterator[Any]:
@@ -52,7 +58,7 @@ def _models(model: nn.Module) -> Iterator[Any]:
     inside: set[nn.Module] = set()
     for module in model.modules():
         config = getattr(module, "config", None)
-        if module in inside or not hasattr(module, "set_attn_implementation"):
+        if module in inside or not hasattr(type(module), "set_attn_implementation"):
             continue
         if getattr(config, "model_type", None) in MODEL_TYPES:
             inside.update(module.modules())
@@ -123,17 +129,22 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """query [B, H, Sq, D], key and value [B, Hkv, Sk, D] -> ([B, Sq, H, D], None for the weights). The last query
     attends to all keys, or to its window of them. A mask without keys, which is that of `unmasked`, means no mask.
-    Raises ValueError for scores with a cap, which SDPA does not support either; older versions of it ignore the cap."""
+    Inside of autocast all are cast to its dtype, as by SDPA.
+    Raises ValueError for scores with a cap, which SDPA does not support either; older versions of it ignore the cap.
+    Weights that are asked for are not there either, of which SDPA warns."""
     if kwargs.get("softcap") is not None:
         raise ValueError("patch: ridgeline's attention does not support `softcap`; patch with except_=('attention',)")
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         attention_mask = None
+    if torch.is_autocast_enabled(query.device.type):  # norms or rotations in fp32 leave q and k so
+        lower = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(lower), key.to(lower), value.to(lower)
     queries, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # Without a mask of `mask` a window that hides keys is a causal one, whatever the argument is_causal says.
     windowed = attention_mask is None and sliding_window is not None and keys >= sliding_window
     causal = bool(causal or windowed) and queries > 1
-    others = any(kwargs.get(name) is not None for name in ("position_bias", "cache"))
+    others = any(kwargs.get(name) is not None for name in ("position_bias", "cache")) or kwargs.get("output_attentions")
     ours = attention_mask is None and not dropout and not others
     if not ours or query.shape[-1] > MAX_HEAD_DIM or value.shape != key.shape:
         return _by_sdpa(

@@ -6,6 +6,7 @@ import re
 import types
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,11 +57,13 @@ def gated(module: nn.Module) -> Callable | None:
     activation = _activation(module)
     if activation is None:
         return None
+    original: Callable = type(module).forward
+    kind: Any = type(_activation_of(module))
     if hasattr(module, "gate_up_proj"):
-        return _packed(activation)
+        return _packed(activation, kind, original)
     if hasattr(module, "gate_proj"):
-        return _separate(activation)
-    return _two_matrices(APPROXIMATE[activation]) if activation in APPROXIMATE else None
+        return _separate(activation, kind, original)
+    return _two_matrices(APPROXIMATE[activation], kind, original) if activation in APPROXIMATE else None
 
 
 def _activation(module: nn.Module) -> str | None:
@@ -68,29 +71,51 @@ def _activation(module: nn.Module) -> str | None:
     differ from its configuration's, which can have several, and is not read again after the layer is made."""
     from transformers.activations import ACT2FN
 
-    own = type(getattr(module, "act_fn", getattr(module, "activation_fn", None)))
+    own = type(_activation_of(module))
     return next((ours for name, ours in ACTIVATIONS.items() if type(ACT2FN[name]) is own), None)
 
 
+def _activation_of(module: nn.Module) -> Any:
+    return getattr(module, "act_fn", getattr(module, "activation_fn", None))
+
+
+def called_only(layer: nn.Module) -> bool:
+    """Whether a call of the layer does no more than its class's forward. Hooks may also compute a weight, as those of
+    torch.nn.utils.prune do, or move it to the device."""
+    hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
+    return "forward" not in vars(layer) and not any(hooks)
+
+
+def _plain(activation: nn.Module, kind: type) -> bool:
+    """Whether a layer still has the activation with which it was patched, and a call of it does no more."""
+    return type(activation) is kind and called_only(activation)
+
+
 @cache
-def _separate(activation: str) -> Callable:
+def _separate(activation: str, kind: type, original: Callable) -> Callable:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not _plain(self.act_fn, kind):
+            return original(self, x)
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), activation=activation))
 
     return forward
 
 
 @cache
-def _packed(activation: str) -> Callable:
+def _packed(activation: str, kind: type, original: Callable) -> Callable:
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not _plain(self.activation_fn, kind):
+            return original(self, hidden_states)
         return self.down_proj(swiglu(self.gate_up_proj(hidden_states), activation=activation))
 
     return forward
 
 
 @cache
-def _two_matrices(approximate: str) -> Callable:
+def _two_matrices(approximate: str, kind: type, original: Callable) -> Callable:
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not _plain(self.activation_fn, kind):
+            return original(self, hidden_states)
         return self.fc2(gelu(self.fc1(hidden_states), approximate))
 
     return forward

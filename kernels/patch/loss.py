@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..linear_cross_entropy import linear_cross_entropy
-from .layers import FAMILIES
+from .layers import FAMILIES, called_only
 
 
 def fused(module: nn.Module) -> Callable | None:
@@ -59,8 +59,9 @@ def _training_or(original: Callable) -> Callable:
         )
         whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and self.training and whole and _plain(self):
-            if use_cache is None and past_key_values is None:
-                inputs["use_cache"] = False  # a training step needs no cache
+            # A training step needs no cache. With positions it decides whether transformers looks for packed sequences.
+            if use_cache is None and past_key_values is None and position_ids is None:
+                inputs["use_cache"] = False
             asked = {"return_dict": kwargs.pop("return_dict")} if "return_dict" in kwargs else {}
             return with_loss(self, labels, kwargs, inputs, **asked)
         return original(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
@@ -73,10 +74,7 @@ def _plain(model: Any) -> bool:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     head = model.lm_head
-    # Hooks may also compute the weight, as those of torch.nn.utils.prune do, or move it to the device.
-    hooks = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
-    linear = type(head) is nn.Linear and "forward" not in vars(head) and not any(hooks)
-    return linear and model.loss_function is ForCausalLMLoss
+    return type(head) is nn.Linear and called_only(head) and model.loss_function is ForCausalLMLoss
 
 
 def _loss(
@@ -89,13 +87,14 @@ def _loss(
     **_: Any,
 ) -> torch.Tensor:
     """transformers' loss: each token predicts the next one. It is the sum divided by num_items_in_batch if that is
-    given, which counts the tokens of all micro-batches of a step, otherwise the mean."""
+    given, which counts the tokens of all micro-batches of a step, otherwise the mean. Labels are flattened, as there:
+    they may have another shape than the tokens."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     loss = linear_cross_entropy(
-        hidden,
+        hidden.flatten(0, -2),
         model.lm_head.weight.to(hidden.dtype),
-        shift_labels.to(hidden.device),
+        shift_labels.to(hidden.device).flatten(),
         bias=model.lm_head.bias,
         ignore_index=ignore_index,
         softcap=getattr(model.config, "final_logit_softcapping", None),

@@ -37,8 +37,8 @@ def patch(model: nn.Module, *, except_: Collection[str] = ()) -> nn.Module:
                  windows. Calls with padding, packed sequences or dropout still use SDPA; a model with capped scores
                  (Gemma 2) keeps its own.
     "loss"       in training with labels, `linear_cross_entropy`. The output then has no logits, which are never all in
-                 memory, and no cache unless `use_cache=True` is given. Not replaced if the head is more than a linear
-                 layer or has hooks, or with a custom loss function.
+                 memory, and no cache unless `use_cache=True` or position_ids are given. Not replaced if the head is
+                 more than a linear layer or has hooks, or with a custom loss function.
 
     model    Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2, Gemma 3 (text), Phi, Phi-3, or a module that contains such a
              model, like PEFT's wrappers. Linear layers are not changed, so LoRA's are not either.

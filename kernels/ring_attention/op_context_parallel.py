@@ -144,6 +144,12 @@ class _Ring:
         if self.here.depth == 0:
             self.here.mode.__exit__(*exception)
 
+    def entered(self) -> list[nn.Module]:
+        """The modules whose calls are running on this thread, the innermost last."""
+        if not hasattr(self.here, "entered"):
+            self.here.entered = []
+        return self.here.entered
+
     def met(self) -> int | None:
         """Number of calls of attention that ran as ring attention since it was entered; None in compiled code."""
         return None if torch.compiler.is_compiling() else self.here.mode.met
@@ -163,10 +169,14 @@ def _hook(model: nn.Module, ring: _Ring) -> None:
 
     def enter(module: nn.Module, args: Any) -> None:
         ring.__enter__()
+        ring.entered().append(module)
         if module is model:
             ring.here.begun = ring.met()
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if module not in ring.entered()[-1:]:  # another hook raised before `enter`
+            return
+        ring.entered().pop()
         ring.__exit__(None, None, None)
         if module is model:
             ring.check(ring.here.begun)
@@ -228,7 +238,10 @@ def _of_sdpa(
     if is_causal and query.shape[-2] != key.shape[-2]:
         rows = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
         raise ValueError(f"context_parallel: is_causal requires as many queries as keys, got {rows}")
-    return (query, key, value), is_causal, scale
+    tensors = (query, key, value)
+    if torch.is_autocast_enabled(query.device.type):  # which the mode precedes
+        tensors = tuple(t.to(torch.get_autocast_dtype(query.device.type)) for t in tensors)
+    return tensors, is_causal, scale
 
 
 def _of_attention(

@@ -68,12 +68,20 @@ def _summed(model: nn.Module) -> list[torch.Tensor]:
 
 def _of_a_module(rank: int, world: int, again: bool) -> list[torch.Tensor]:
     model, x = Model(again=again), _data()
+    refused = model.blocks[1].register_forward_pre_hook(_refuse)  # before those that enter the mode
     assert context_parallel(model, dist.group.WORLD) is model
+    with pytest.raises(LookupError):
+        model(shard(x, 1))
+    refused.remove()
     _loss(model(shard(x, 1)), x.shape[0] * ROWS).backward()
     grads = _summed(model)
     context_parallel(model, None)
     torch.testing.assert_close(model(x), Model()(x))  # attention covers one rank's rows again
     return grads
+
+
+def _refuse(module: nn.Module, args: Any) -> None:
+    raise LookupError
 
 
 def _of_a_mesh(rank: int, world: int, kind: str) -> list[torch.Tensor]:
@@ -150,6 +158,10 @@ def _of_a_function(rank: int, world: int) -> tuple[torch.Tensor, ...]:
         lambda *t: F.scaled_dot_product_attention(*t, is_causal=True, enable_gqa=True), backend="eager"
     )
     torch.testing.assert_close(context_parallel(causal, mesh, layout="contiguous")(q, k, v), out)
+    with torch.autocast("cpu", dtype=torch.float16):
+        mixed = attend(q, k.half(), v, is_causal=True, enable_gqa=True)
+    assert mixed.dtype == torch.float16
+    torch.testing.assert_close(mixed.float(), out, atol=5e-3, rtol=5e-3)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     with pytest.raises(NotImplementedError, match="nn.MultiheadAttention"):
         context_parallel(layer, mesh)(q[:, 0].detach())
