@@ -40,7 +40,7 @@ def test_it_trains_and_draws(
     document = json.loads(record.read_text())
     assert document["schema"] == training.SCHEMA and next(iter(document["results"])) == document["plain"] == "torch"
     again = printed_by()
-    assert "held out" in again and "graph" not in again, "the file is gone on with"
+    assert "held-out" in again and "graph" not in again, "the file is continued"
     document["results"].popitem()  # as if the last training had been interrupted
     record.write_text(json.dumps(document))
     last, others = list(found)[-1], list(document["results"])
