@@ -1,10 +1,10 @@
-"""Your own module under this project's bench: checked in fp64, timed against baselines, with its memory.
+"""Your own module under this project's bench: checked in fp64, timed against baselines, with its memory use.
 
     PYTHONPATH=. python examples/benchmark.py
     python -m harness bench --kernel examples/benchmark.py:BENCHMARK --samples 50 --warmup 10
 
-The candidate is self-attention with the scores written out and, on a GPU, with the attention of this project. On a GPU
-device time is measured, elsewhere the CPU's wall clock.
+The candidates are self-attention with the scores written out and, on a GPU, with this project's attention. On a GPU
+device time is measured, elsewhere wall-clock time on the CPU.
 """
 
 import torch

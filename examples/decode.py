@@ -2,9 +2,9 @@
 
     python -m examples.decode                           # from the checkout's root
 
-The prompt goes through the blocks at once; then each new token is one row, rotated in place at its position, that
-attends to the rows of the cache so far, which are read where they lie. The tokens are held against those of the whole
-sequence computed anew for each of them.
+The whole prompt is computed in one pass. Then each new token is one row: it is rotated in place at its position, and
+attends to the rows of the cache, which are read without a copy. The tokens are compared with those of a decoder without
+a cache, which computes the whole sequence again for each token.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def main() -> None:
     prompt = torch.randint(vocabulary, (1, arguments.prompt), device=model.head.weight.device)
     found = generate(model, prompt, arguments.tokens)
     same = (found == generate_anew(model, prompt, arguments.tokens)).float().mean().item()
-    print(f"{100 * same:.0f} % of {arguments.tokens} tokens are those without a cache")
+    print(f"{100 * same:.0f} % of {arguments.tokens} tokens are the same as without a cache")
     if ON_GPU:
         torch.cuda.synchronize()
         began = time.perf_counter()

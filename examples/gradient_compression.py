@@ -1,12 +1,12 @@
-"""A small GPT trained with compressed gradients, beside the same without: what does compression cost in loss?
+"""Trains a small GPT with and without compressed gradients, and compares the losses.
 
     torchrun --nproc-per-node 2 -m examples.gradient_compression --steps 2000 --seeds 0 1 2 --out losses.json
 
 The text is drawn from a random Markov chain over two characters, so that its entropy bounds the loss from below. Every
-kind starts from the same weights and sees the same batches, and no batch comes twice. A file that is there already is
-gone on with: what it has of a seed and a kind is not trained again, so that seeds may be spread over several calls.
-`python -m harness report` makes a page of reports/<gpus>/training/gradient_compression.json. Without GPUs the processes
-are the CPU's, over gloo, the model is tiny, and the kernels run in Triton's interpreter.
+kind of compression starts from the same weights and sees the same batches; no batch is repeated. If the file of --out
+exists, the run continues it: seeds and kinds that it contains are not trained again, so that seeds may be spread over
+several calls. `python -m harness report` makes a page of reports/<gpus>/training/gradient_compression.json. Without a
+GPU the ranks are CPU processes over gloo, the model is tiny, and the kernels run in Triton's interpreter.
 """
 
 import argparse
@@ -81,7 +81,7 @@ class Text:
         cumulative = self._table.cumsum(-1)
         for place in range(2, CONTEXT + 1):
             share = cumulative[text[:, place - 2], text[:, place - 1]]
-            following = torch.searchsorted(share, draws[:, place : place + 1]).clamp_(max=CHARACTERS - 1)
+            following = torch.searchsorted(share, draws[:, place : place + 1].contiguous()).clamp_(max=CHARACTERS - 1)
             text[:, place] = following[:, 0]
         return text
 
@@ -135,13 +135,15 @@ def opened(path: str | None, head: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="beside none, which always runs")
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="besides none, which always runs")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--out", help="a file for the losses, as JSON; gone on with where it is there")
+    parser.add_argument("--out", help="file for the losses, as JSON; continued if it exists")
     options = parser.parse_args()
     if options.steps < 1:
         parser.error("--steps must be 1 or more")
+    if "RANK" not in os.environ:
+        parser.error("start this with torchrun --nproc-per-node 2 -m examples.gradient_compression")
     if ON_GPU:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.set_float32_matmul_precision("high")

@@ -1,10 +1,10 @@
-"""A Llama decoder block of this project's modules, with the weights of Hugging Face's.
+"""A Llama decoder block built from this project's modules, with the weights of Hugging Face's block.
 
     python -m examples.llama_block                      # from the checkout's root
 
-It has the names of LlamaDecoderLayer's parameters, so a state dict goes either way. The first residual is added by the
-second norm, in one launch. The block is held against Hugging Face's, or against PyTorch's own functions where
-transformers is not installed; on a GPU both are then timed, as they are and compiled.
+Its parameters have the names of LlamaDecoderLayer's, so each can load the other's state dict. The first residual is
+added by the second norm, in one launch. The block is compared with Hugging Face's or, if transformers is not installed,
+with PyTorch's own functions; on a GPU both are then timed, eager and compiled.
 """
 
 import argparse

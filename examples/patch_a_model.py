@@ -1,9 +1,9 @@
-"""A Hugging Face model on these kernels, by one line.
+"""Makes a Hugging Face model use these kernels, with one line.
 
     python -m examples.patch_a_model                    # from the checkout's root; needs transformers
 
-A small Llama with random weights is trained for some steps as it is, and again from the same weights after
-`ridgeline.patch`: the losses must agree. With --model a pretrained one is taken.
+A small Llama with random weights is trained for some steps unpatched, and again from the same weights after
+`ridgeline.patch`: the losses must agree. --model trains a pretrained model instead.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def main() -> None:
     del plain
     losses, rate = trained(ours, *sizes)
     apart = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-    print(f"losses {losses[0]:.4f} to {losses[-1]:.4f}, at most {apart:.1e} from those of the plain model")
+    print(f"losses {losses[0]:.4f} to {losses[-1]:.4f}, at most {apart:.1e} from those of the unpatched model")
     if ON_GPU:
         print(f"{rate:.0f} tokens/s, plain {plain_rate:.0f}: {rate / plain_rate:.2f}×")
     unpatch(ours)

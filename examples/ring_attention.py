@@ -1,6 +1,8 @@
-"""A sequence over several GPUs: torchrun --nproc-per-node 2 -m examples.ring_attention      # from the checkout's root
+"""Attention over a sequence that is sharded over several GPUs.
 
-Without GPUs the processes are the CPU's, over gloo, and the kernels run in Triton's interpreter.
+    torchrun --nproc-per-node 2 -m examples.ring_attention      # from the checkout's root
+
+Without GPUs the ranks are CPU processes over gloo, and the kernels run in Triton's interpreter.
 """
 
 import os
@@ -19,13 +21,15 @@ except ImportError:  # in a checkout
 
 
 def main() -> None:
+    if "RANK" not in os.environ:
+        raise SystemExit("start this with torchrun --nproc-per-node 2 -m examples.ring_attention")
     if ON_GPU:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if ON_GPU else "gloo")
     device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
     length = 65536 if ON_GPU else 48
 
-    # The same on all ranks, of which each keeps its rows; a model that reads tokens would cut these up alone.
+    # The same on all ranks; each keeps its shard. A model would shard only its tokens.
     torch.manual_seed(0)
     whole = [torch.randn(1, heads, length, 64, device=device, dtype=dtype) for heads in (8, 2, 2)]
     q, k, v = (shard(x, dim=2).requires_grad_() for x in whole)
@@ -37,7 +41,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         expected = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
         error = (gathered - expected).abs().max().item()
-        print(f"{dist.get_world_size()} ranks, {tuple(out.shape)} on each: differs from one by {error:.1e}")
+        print(f"{dist.get_world_size()} ranks, {tuple(out.shape)} on each: differs from SDPA on one by {error:.1e}")
     dist.destroy_process_group()
 
 

@@ -1,13 +1,13 @@
-"""A transformer neural process learns functions of a Gaussian process, each step one CUDA graph.
+"""Trains a transformer neural process on functions of a Gaussian process, each step in one CUDA graph.
 
     python -m examples.train_transformer_np --size full --steps 2000 --out loss.svg      # from the checkout's root
 
-The chart has the loss over steps, beside it that of the same model of PyTorch's parts, with the same weights at first
-and the same tasks, that of a neural process with mean pooling for attention, and that of the one Gaussian that fits the
-targets of a task best: what a model reaches that takes no notice of x. `--record` writes them down as JSON after each
-training; a file that is there already is gone on with, so that seeds may be spread over several calls.
-`python -m harness report` makes a page of reports/<gpu>/training/transformer_np.json. Without a GPU the size is small
-and the kernels are left out, which are slow in Triton's interpreter, and there is no graph.
+The chart shows the loss over the steps of this model and, for comparison, of the same model in PyTorch's modules (same
+initial weights, same tasks) and of a neural process with mean pooling instead of attention; also the loss of the
+one Gaussian that best fits the targets of a task, which is what a model reaches that ignores x. `--record` writes the
+losses as JSON after each training, and continues the file if it exists, so that seeds may be spread over several calls.
+`python -m harness report` makes a page of reports/<gpu>/training/transformer_np.json. Without a GPU the size is small,
+the kernels are left out, since they are slow in Triton's interpreter, and no step is captured.
 """
 
 import argparse
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--kernel", choices=tuple(KERNELS), default="rbf", help="covariance of the functions")
     parser.add_argument("--out", type=Path, default=Path("loss.svg"), help="the chart, of the first seed")
-    parser.add_argument("--record", type=Path, help="a file for the losses, as JSON; gone on with where it is there")
+    parser.add_argument("--record", type=Path, help="file for the losses, as JSON; continued if it exists")
     options = parser.parse_args()
     if options.steps < 1:
         parser.error(f"--steps must be at least 1, got {options.steps}")
@@ -223,7 +223,7 @@ def main() -> None:
     draw({kind: seeds[first]["curve"] for kind, seeds in record["results"].items()}, constant, options.out)
     for kind, seeds in record["results"].items():
         loss, step = (mean(found[name] for found in seeds.values()) for name in ("loss", "ms_a_step"))
-        print(f"{kind}: loss on tasks held out {loss:.3f}, {step:.2f} ms a step")
+        print(f"{kind}: loss on held-out tasks {loss:.3f}, {step:.2f} ms a step")
     print(f"{BOUND}: {constant:.3f}; chart in {options.out}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import site
 import sys
 import sysconfig
@@ -53,19 +54,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = importlib.import_module(f".commands.{'listing' if name == 'list' else name}", __package__)
             module.configure(command)
             command.set_defaults(main=module.main)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:  # argparse itself would show the usage of `parser`, which lacks the options of the command
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        return arguments.main(arguments)
+        code = arguments.main(arguments)
+        sys.stdout.flush()
+        return code
     except MISUSE as error:
         print(f"error: {_place(error)}{error}", file=sys.stderr)
         return 2
     except Exception as error:  # any exception, since a declaration may be at fault and not the harness
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return 1
         place = _place(error)
         if not _declares(place, argv):
             raise
         traceback.print_exc()
         print(f"error: {place}{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+
+
+def _reader_is_gone() -> bool:
+    """Whether the reader of standard output has ended, as in `list | head`. Then no more is written, also at exit."""
+    try:
+        print(flush=True)  # a flush alone succeeds if the failed write left nothing in the buffer
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _place(error: BaseException) -> str:

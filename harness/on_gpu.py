@@ -26,7 +26,10 @@ def place(command: str, arguments: argparse.Namespace, selections: Iterable[opti
     """Place from --gpu, --device, --out and the kernels. ValueError if there is no GPU, or not the one named."""
     device, key = environment.target(arguments.gpu, arguments.device)
     if device.type != "cuda":
-        raise ValueError(f"{command} needs an NVIDIA GPU, and none was found (torch {torch.__version__})")
+        raise ValueError(
+            f"{command} needs an NVIDIA GPU, and none was found (torch {torch.__version__}); "
+            "check, bench and build also run without one"
+        )
     name = folder(device, key)
     return Place(device, name, arguments.out or registry.results(s.spec.name for s in selections) / name)
 

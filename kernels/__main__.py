@@ -27,7 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument(
         "--jobs", type=int, default=jobs, metavar="N", help=f"number of processes (default here: {jobs})"
     )
-    given = parser.parse_args(arguments)
+    given, unrecognized = parser.parse_known_args(arguments)
+    if unrecognized:  # argparse itself would show the usage of `parser`, which lacks the options of the command
+        commands.choices[given.command].error(f"unrecognized arguments: {' '.join(unrecognized)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and given.command == "selftest":
         os.environ["TRITON_INTERPRET"] = "1"  # before the ops are imported: it is read when a kernel is defined
@@ -44,4 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of standard output has ended, as in `info | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)

@@ -137,6 +137,22 @@ def test_options_that_would_be_ignored_are_refused(words: str, refused: str, cap
     assert refused in capsys.readouterr().err
 
 
+def test_an_unknown_option_shows_the_options_of_the_command(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["list", "--bogus"])
+    said = capsys.readouterr().err
+    assert "usage: python -m harness list" in said and "--impl" in said and "arguments: --bogus" in said
+
+
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    """As in `python -m harness list | head`."""
+    command = [sys.executable, "-m", "harness", "list", "--kernel", "gelu", "--all"]
+    with subprocess.Popen(command, cwd=registry.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        started.stdout.close()
+        assert started.stderr.read() == b""
+    assert started.returncode == 1
+
+
 def test_a_gpu_may_be_named_in_any_case() -> None:
     parser = argparse.ArgumentParser()
     options.add_target(parser)

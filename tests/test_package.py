@@ -143,3 +143,15 @@ def test_from_an_empty_folder(tmp_path: Path) -> None:
     command[3:] = ["selftest", "--op", "nothing"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "unknown op nothing; known: adamw" in done.stderr
+    command[4:] = ["rmsnorm"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "[--op NAME]" in done.stderr and "unrecognized arguments: rmsnorm" in done.stderr
+
+
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    """As in `python -m ridgeline info | head`."""
+    command = [sys.executable, "-m", "kernels", "info", "--op", "gelu"]
+    with subprocess.Popen(command, cwd=registry.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        started.stdout.close()
+        assert started.stderr.read() == b""
+    assert started.returncode == 1

@@ -31,7 +31,7 @@ def test_it_trains_and_draws(
         return " ".join(capsys.readouterr().out.split())
 
     printed = printed_by()
-    found = {kind: float(loss) for kind, loss in re.findall(r"(\w+): loss on tasks held out (-?[\d.]+)", printed)}
+    found = {kind: float(loss) for kind, loss in re.findall(r"(\w+): loss on held-out tasks (-?[\d.]+)", printed)}
     bound = re.search(r"the best constant Gaussian: (-?[\d.]+)", printed)
     assert bound and found["torch"] < found["pooling"] < float(bound[1]), printed
     assert ("no CUDA graph" in printed) == (not torch.cuda.is_available())
@@ -40,7 +40,7 @@ def test_it_trains_and_draws(
     document = json.loads(record.read_text())
     assert document["schema"] == training.SCHEMA and next(iter(document["results"])) == document["plain"] == "torch"
     again = printed_by()
-    assert "held out" in again and "graph" not in again, "the file is gone on with"
+    assert "held-out" in again and "graph" not in again, "the file is continued"
     document["results"].popitem()  # as if the last training had been interrupted
     record.write_text(json.dumps(document))
     last, others = list(found)[-1], list(document["results"])

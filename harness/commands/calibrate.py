@@ -35,7 +35,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     device, _ = environment.target(arguments.gpu, arguments.device)
     if device.type != "cuda":
-        raise ValueError("calibrate needs a GPU: ceilings are measured, not looked up")
+        raise ValueError(
+            f"calibrate needs an NVIDIA GPU, and none was found (torch {torch.__version__}): "
+            "peak rates are measured, not looked up"
+        )
     if (found := torch.cuda.device_count()) < arguments.gpus:
         raise ValueError(f"--gpus {arguments.gpus}: {found} GPUs found")
     measured = measure(device)

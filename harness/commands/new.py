@@ -49,9 +49,12 @@ def main(arguments: argparse.Namespace) -> int:
     folder = scaffold(arguments.name, arguments.cuda)
     shown = folder.relative_to(registry.ROOT)
     print(f"{shown}: a working kernel, y = alpha · x. Replace it, beginning with reference.py and SPEC in bench.py.")
-    print(f"  nox -s test-{arguments.name}     runs its own tests and those generated from its SPEC")
-    print(f"  nox -s bench-{arguments.name}    checks and times it, or without a GPU prints its roofline bound")
-    print("  nox -s support       adds it to docs/SUPPORT.md, which a test requires")
+    for session, what in (
+        (f"test-{arguments.name}", "runs its own tests and those generated from its SPEC"),
+        (f"bench-{arguments.name}", "checks and times it, or without a GPU compiles it and prints its roofline bound"),
+        ("support", "adds it to docs/SUPPORT.md, which a test requires"),
+    ):
+        print(f"  nox -s {session:{len(arguments.name) + 6}}  {what}")
     return 0
 
 
