@@ -206,7 +206,9 @@ def _gradients(ctx, dout, dlse, options):
     need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
     need_dkv = need_dk or need_dv
     if dout is None:
-        dout = torch.zeros_like(out)
+        # lse does not depend on v: what is not finite in v or out must not be multiplied by 0.
+        dout, v = torch.zeros_like(out), torch.zeros_like(v)
+        out = dout
     if lean(dout, dlse, q, k, v, out, lse, statistics) and not torch.is_grad_enabled():
         dq, dk, dv = _backward((dout, dlse, q, k, v, out, lse, statistics), options, need_dq, need_dkv)
     else:

@@ -227,6 +227,38 @@ def test_gradient_of_lse_alone():
     close((mine,), (other,))
 
 
+@pytest.mark.parametrize("passing", [False, True])
+@pytest.mark.parametrize("special", [math.inf, math.nan])
+def test_lse_alone_does_not_depend_on_v(special, passing):
+    """Nor do its gradients: 0 · inf of out and v would make them NaN."""
+    q, k, v = tensors(9, 20)
+    v[:, :, 3, 2] = special
+    results = []
+    for op in (attention, attention_reference):
+        leaves = [t.detach().requires_grad_() for t in (q, k)]
+        with Passing() if passing else nullcontext():
+            results.append(torch.autograd.grad(op(*leaves, v, return_lse=True)[1].sum(), leaves))
+    close(*results)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("special", [math.inf, -math.inf])
+def test_an_infinite_gradient_of_lse(special, form):
+    """The keys that pad a tile do not contribute 0 · inf to dq, which is ±inf."""
+    leaves = [t.requires_grad_() for t in tensors(9, 41)]
+    with torch.no_grad():
+        leaves[1].abs_().add_(0.1)
+    dlse = torch.ones(1, 2, 9, device=DEVICE)
+    dlse[0, 1, 5] = special
+    results = []
+    for op, options in ((attention, dict(backward=form)), (attention_reference, {})):
+        out, lse = op(*leaves, return_lse=True, **options)
+        results.append(torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), dlse)))
+    assert (results[0][0][0, 1, 5] == special).all()
+    close(*results)
+
+
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("form", FORMS)
 def test_all_scores_far_below_zero(form, monkeypatch):

@@ -187,7 +187,9 @@ def _gradients(ctx, dout, dlse):
     need_dq, need_dk, need_dv, _, need_dbias = ctx.needs_input_grad[:5]
     q, k, v, table, bias, out, lse, statistics = ctx.saved_tensors
     if dout is None:
-        dout = torch.zeros_like(out)
+        # lse does not depend on v: what is not finite in v or out must not be multiplied by 0.
+        dout, v = torch.zeros_like(out), torch.zeros_like(v)
+        out = dout
     tensors, needed = (
         (dout, dlse, q, k, v, table, bias, out, lse, statistics),
         (need_dq, need_dk or need_dv, need_dbias),

@@ -48,15 +48,15 @@ def _add_query_gradient(
         p = tl.exp2(s * scale_log2 - lse[:, None])
         if inverse is not None:
             p *= inverse[:, None]
-        if MASK:
-            key = start + row
-            p = tl.where(key[None, :] < high[:, None], p, 0.0)
-            if HAS_LEFT:
-                p = tl.where(key[None, :] >= low[:, None], p, 0.0)
         v = _load_rows(v_ptr + wide * stride_vn, row, cols, stride_vn, keys - start, dim, MASK, EVEN_D)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-        ds = (p * (dp - delta[:, None])).to(k.dtype)
-        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        if MASK:  # ds and not p: for an infinite gradient of lse, p = 0 would make ds NaN
+            key = start + row
+            ds = tl.where(key[None, :] < high[:, None], ds, 0.0)
+            if HAS_LEFT:
+                ds = tl.where(key[None, :] >= low[:, None], ds, 0.0)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
 
 
