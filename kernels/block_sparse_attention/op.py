@@ -42,7 +42,7 @@ def block_sparse_attention(
                  has the queries from i · block_size on and the keys from j · block_size on; the last ones may be
                  partial. Or a `BlockIndex`, which is such a mask already compressed.
     block_size   64 or 128
-    scale        a positive number, by default 1 / sqrt(D)
+    scale        a positive number in the range of fp32, by default 1 / sqrt(D)
     causal       within kept blocks, query i sees keys j <= i + Sk − Sq: the last query sees all
     return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
     block_bias   fp32, shaped like a mask: added to all scores of a block. It is differentiable, for example as the
