@@ -8,7 +8,7 @@ import torch
 
 from .checks import FLOATS, kind, no_tangent, runnable
 from .launch import Plans, lean, signature
-from .problem import empty_like
+from .problem import LEAST_SCALE, MOST_SCALE, empty_like
 from .versions import BACKWARD, FORWARD, attention_fp8_fwd, bwd_plan, empty_statistics, fwd_plan
 
 MAX_DIM = 256
@@ -41,7 +41,7 @@ def attention(
     k, v         [B, Hkv, Sk, D], dtype and device of q. Hq is a multiple of Hkv: query head h uses KV head
                  h // (Hq // Hkv).
     causal       query i sees keys j <= i + Sk − Sq: the last query sees all, and the first Sq − Sk queries none
-    scale        a positive number, by default 1 / sqrt(D)
+    scale        a positive number in the range of fp32, by default 1 / sqrt(D)
     num_context  the number of valid keys: only the first num_context rows of k and v are used, as if Sk were
                  num_context. By default all are valid.
     window       (left, right) as in FlashAttention: query i sees i + Sk − Sq − left <= j <= i + Sk − Sq + right; −1 is
@@ -118,8 +118,8 @@ def attention_options(q, k, causal, scale, num_context, window, forward, backwar
         right = 0
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
-    elif not 0 < scale < math.inf:
-        raise ValueError(f"attention: scale must be a positive number, got {scale}")
+    elif not LEAST_SCALE <= scale <= MOST_SCALE:
+        raise ValueError(f"attention: scale must be a positive number in the range of fp32, got {scale}")
     for name, version, known in (("forward", forward, FORWARD), ("backward", backward, BACKWARD)):
         if version not in known:
             raise ValueError(f"attention: {name} must be one of {', '.join(known)}, got {version!r}")
@@ -206,7 +206,9 @@ def _gradients(ctx, dout, dlse, options):
     need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
     need_dkv = need_dk or need_dv
     if dout is None:
-        dout = torch.zeros_like(out)
+        # lse does not depend on v: what is not finite in v or out must not be multiplied by 0.
+        dout, v = torch.zeros_like(out), torch.zeros_like(v)
+        out = dout
     if lean(dout, dlse, q, k, v, out, lse, statistics) and not torch.is_grad_enabled():
         dq, dk, dv = _backward((dout, dlse, q, k, v, out, lse, statistics), options, need_dq, need_dkv)
     else:

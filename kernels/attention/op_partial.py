@@ -20,7 +20,7 @@ from .portable.delta import given_terms, row_sums
 from .portable.forward import portable_fwd
 from .portable.key_gradients import key_gradients
 from .portable.query_gradient import query_gradient
-from .problem import MOST_STRIDE, Problem, readable
+from .problem import LEAST_SCALE, MOST_SCALE, MOST_STRIDE, Problem, readable
 from .sm90.backward_accumulate import accumulators_unsupported_reason, cuda_partial_bwd_plan
 from .sm90.forward import cuda_partial_fwd_plan, cuda_unsupported_reason
 
@@ -53,7 +53,7 @@ def attention_partial(
                undefined. It is not read, so the first block needs no zeros. It may be left unwritten.
     lse        [B, Hq, Sq], fp32, rows contiguous: natural logarithm; −inf where no key has been seen
     causal     query i, at position q_offset + i, sees keys j with k_offset + j <= q_offset + i
-    scale      a positive number, by default 1 / sqrt(D)
+    scale      a positive number in the range of fp32, by default 1 / sqrt(D)
     q_offset   position of query 0 (an integer; used with causal only)
     k_offset   position of key 0
     result     [B, Hq, Sq, D] of q's dtype, for the last block: the rounded output is written to `result`, and not to
@@ -194,8 +194,8 @@ def _options(
     """Returns (causal, scale, shift, version), the arguments of the ops."""
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
-    elif not 0 < scale < math.inf:
-        raise ValueError(f"attention_partial: scale must be a positive number, got {scale}")
+    elif not LEAST_SCALE <= scale <= MOST_SCALE:
+        raise ValueError(f"attention_partial: scale must be a positive number in the range of fp32, got {scale}")
     return bool(causal), float(scale), _shift(q, k, causal, q_offset, k_offset), version
 
 

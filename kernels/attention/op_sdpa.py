@@ -13,6 +13,7 @@ import torch
 from torch.library import Library
 
 from .op import _backward, _forward
+from .problem import LEAST_SCALE, MOST_SCALE
 
 NAME = "ridgeline"
 
@@ -94,8 +95,8 @@ def _check(query: torch.Tensor, key: torch.Tensor, dropout_p: float, is_causal: 
     if is_causal and query.shape[2] != key.shape[2]:
         lengths = f"{query.shape[2]} queries and {key.shape[2]} keys"
         raise RuntimeError(f"{NAME}: is_causal requires as many queries as keys, got {lengths}")
-    if scale is not None and not 0 < scale < math.inf:
-        raise RuntimeError(f"{NAME}: scale must be positive and finite, got {scale}")
+    if scale is not None and not LEAST_SCALE <= scale <= MOST_SCALE:
+        raise RuntimeError(f"{NAME}: scale must be positive and in the range of fp32, got {scale}")
 
 
 def _options(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: float | None) -> tuple:

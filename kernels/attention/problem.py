@@ -12,6 +12,9 @@ from .configs.portable import Config, precision
 
 LOG2_E = 1.4426950408889634
 
+# Normal fp32 numbers, also times log2(e): a smaller scale is 0 in a kernel, and 0 times a masked score of −inf is NaN.
+LEAST_SCALE, MOST_SCALE = 2.0**-126, 2.0**126
+
 # Largest row stride in elements: offsets within a tile of up to 256 rows are 32 bits wide.
 MOST_STRIDE = 1 << 22
 

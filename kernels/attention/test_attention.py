@@ -227,6 +227,38 @@ def test_gradient_of_lse_alone():
     close((mine,), (other,))
 
 
+@pytest.mark.parametrize("passing", [False, True])
+@pytest.mark.parametrize("special", [math.inf, math.nan])
+def test_lse_alone_does_not_depend_on_v(special, passing):
+    """Nor do its gradients: 0 · inf of out and v would make them NaN."""
+    q, k, v = tensors(9, 20)
+    v[:, :, 3, 2] = special
+    results = []
+    for op in (attention, attention_reference):
+        leaves = [t.detach().requires_grad_() for t in (q, k)]
+        with Passing() if passing else nullcontext():
+            results.append(torch.autograd.grad(op(*leaves, v, return_lse=True)[1].sum(), leaves))
+    close(*results)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("special", [math.inf, -math.inf])
+def test_an_infinite_gradient_of_lse(special, form):
+    """The keys that pad a tile do not contribute 0 · inf to dq, which is ±inf."""
+    leaves = [t.requires_grad_() for t in tensors(9, 41)]
+    with torch.no_grad():
+        leaves[1].abs_().add_(0.1)
+    dlse = torch.ones(1, 2, 9, device=DEVICE)
+    dlse[0, 1, 5] = special
+    results = []
+    for op, options in ((attention, dict(backward=form)), (attention_reference, {})):
+        out, lse = op(*leaves, return_lse=True, **options)
+        results.append(torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), dlse)))
+    assert (results[0][0][0, 1, 5] == special).all()
+    close(*results)
+
+
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("form", FORMS)
 def test_all_scores_far_below_zero(form, monkeypatch):
@@ -326,7 +358,9 @@ def test_the_reference_in_pieces(monkeypatch):
         (dict(v=lambda t: t[:, :, :3]), {}, ValueError, "v must have k's shape"),
         (dict(q=lambda t: t[:, :1]), {}, ValueError, "q must have a multiple of k's 2 heads, got 1"),
         (dict(v=lambda t: t.to("meta")), {}, ValueError, "v must be on q's device"),
-        ({}, dict(scale=-1.0), ValueError, "scale must be a positive number, got -1.0"),
+        ({}, dict(scale=-1.0), ValueError, "scale must be a positive number in the range of fp32, got -1.0"),
+        ({}, dict(scale=1e-46), ValueError, "scale must be a positive number in the range of fp32"),
+        ({}, dict(scale=1e39), ValueError, "scale must be a positive number in the range of fp32"),
         ({}, dict(scale=math.nan), ValueError, "scale must be a positive number"),
         ({}, dict(num_context=8), ValueError, "num_context must be from 0 to k's 7 rows, got 8"),
         ({}, dict(window=(-2, 0)), ValueError, "window must be"),

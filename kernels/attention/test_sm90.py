@@ -77,6 +77,43 @@ def test_a_score_of_inf_or_nan_makes_its_row_nan(version, dim, special, causal):
             assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf()), name
 
 
+VERSIONS = [("portable", 64), ("split", 64), *(("gluon", d) for d in (32, 96, 256)), ("cuda", 64), ("cuda", 128)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("score", [1.75 * 2**20, -1.75 * 2**20])
+@pytest.mark.parametrize(("version", "dim"), [*VERSIONS, ("fp8", 64), ("fp8", 128)])
+def test_a_maximum_that_stays_rescales_nothing(version, dim, score, causal):
+    """All scores are equal, so out is the mean of v. Scaled scores are rounded by 0.012: were the factor by which each
+    of over 100 blocks of keys rescales the sums 2^0.012 or its inverse, the sum would be off by a third or more."""
+    (q, k, v), _ = on_hopper(dim, False, torch.bfloat16)
+    q, k, v = q[:1, :2, :128].clone(), k[:1, :1].repeat(1, 1, 10, 1), v[:1, :1].repeat(1, 1, 10, 1)
+    q.zero_()[..., 0], k.zero_()[..., 0] = 1, score
+    v.zero_()[:, :, : v.shape[2] // 2] = 1
+    fp8 = version == "fp8"
+    out, lse = attend([q, k, v], "auto" if fp8 else version, causal=causal, scale=0.125, fp8=fp8)
+    keys = k.shape[2]
+    seen = torch.arange(keys - 127, keys + 1, device=DEVICE) if causal else torch.full((128,), keys, device=DEVICE)
+    want = (keys // 2 / seen)[:, None].expand_as(out)
+    torch.testing.assert_close(out.float(), want, rtol=1e-2, atol=0)
+    torch.testing.assert_close(lse, (score / 8 + seen.log()).expand_as(lse), rtol=0, atol=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("version", "dim"), VERSIONS)
+def test_scaled_scores_over_the_range_of_fp32_are_nan(version, dim):
+    """They must not pass for a row that sees no key, though all its probabilities are 0: in one FMA, s · c − inf is
+    −inf. The rows of zeros are not affected."""
+    (q, k, v), _ = on_hopper(dim, False, torch.bfloat16)
+    q, k, v = (x[:1, :1, :200].clone() for x in (q, k, v))
+    q[:, :, :100], k[:] = 1e10, 1e10
+    q[:, :, 100:] = 0
+    out, lse = attend([q, k, v], version, scale=1e30)
+    assert out[:, :, :100].isnan().all() and lse[:, :, :100].isnan().all()
+    assert out[:, :, 100:].isfinite().all() and lse[:, :, 100:].isfinite().all()
+
+
 def near(mine, other) -> None:
     """Asserts closeness. Both rounded p and ds to 16 bits, and small elements may be sums of larger terms."""
     for a, b in zip(mine, other, strict=True):

@@ -14,6 +14,9 @@ MAX_DIM = 256
 MAX_OFFSET = 2**31 - 1
 BLOCK_SIZES = (64, 128)
 
+# Normal fp32 numbers, also times log2(e): a smaller scale is 0 in a kernel, and 0 times a masked score of −inf is NaN.
+LEAST_SCALE, MOST_SCALE = 2.0**-126, 2.0**126
+
 
 def checked(q, k, v, block_mask, block_bias, block_size, scale, causal, forward, backward):
     """Checks the arguments of a call. Returns (table of an index or None, mask in four dimensions or None, bias
@@ -21,8 +24,8 @@ def checked(q, k, v, block_mask, block_bias, block_size, scale, causal, forward,
     _check(q, k, v, block_size)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
-    elif not 0 < scale < math.inf:
-        raise ValueError(f"block_sparse_attention: scale must be a positive number, got {scale}")
+    elif not LEAST_SCALE <= scale <= MOST_SCALE:
+        raise ValueError(f"block_sparse_attention: scale must be a positive number in the range of fp32, got {scale}")
     for name, version, versions in (("forward", forward, FORWARD), ("backward", backward, BACKWARD)):
         if version not in versions:
             raise ValueError(f"block_sparse_attention: {name} must be one of {', '.join(versions)}, got {version!r}")

@@ -42,7 +42,7 @@ def block_sparse_attention(
                  has the queries from i · block_size on and the keys from j · block_size on; the last ones may be
                  partial. Or a `BlockIndex`, which is such a mask already compressed.
     block_size   64 or 128
-    scale        a positive number, by default 1 / sqrt(D)
+    scale        a positive number in the range of fp32, by default 1 / sqrt(D)
     causal       within kept blocks, query i sees keys j <= i + Sk − Sq: the last query sees all
     return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
     block_bias   fp32, shaped like a mask: added to all scores of a block. It is differentiable, for example as the
@@ -187,7 +187,9 @@ def _gradients(ctx, dout, dlse):
     need_dq, need_dk, need_dv, _, need_dbias = ctx.needs_input_grad[:5]
     q, k, v, table, bias, out, lse, statistics = ctx.saved_tensors
     if dout is None:
-        dout = torch.zeros_like(out)
+        # lse does not depend on v: what is not finite in v or out must not be multiplied by 0.
+        dout, v = torch.zeros_like(out), torch.zeros_like(v)
+        out = dout
     tensors, needed = (
         (dout, dlse, q, k, v, table, bias, out, lse, statistics),
         (need_dq, need_dk or need_dv, need_dbias),

@@ -133,6 +133,35 @@ def test_a_bias_of_minus_infinity_in_a_column_of_k(queries, causal, biased, monk
     close(mine, other, rtol=3e-5, atol=3e-5, equal_nan=True)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_an_infinite_gradient_of_lse():
+    """The keys that pad a tile do not contribute 0 · inf to dq, which is inf, nor to the gradient of a block's bias."""
+    leaves = [t.requires_grad_() for t in (*tensors(70, 100), normal(2, 2))]
+    with torch.no_grad():
+        leaves[1].abs_().add_(0.1)
+    mask = torch.ones(2, 2, dtype=torch.bool, device=DEVICE)
+    dlse = torch.ones(1, 2, 70, device=DEVICE)
+    dlse[0, 1, 5] = math.inf
+    results = []
+    for op in (block_sparse_attention, block_sparse_attention_reference):
+        out, lse = op(*leaves[:3], mask, block_bias=leaves[3], return_lse=True, **SMALL)
+        results.append(torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), dlse)))
+    assert (results[0][0][0, 1, 5] == math.inf).all()
+    close(*results)
+
+
+@pytest.mark.parametrize("special", [math.inf, math.nan])
+def test_lse_alone_does_not_depend_on_v(special):
+    """Nor do its gradients: 0 · inf of out and v would make them NaN."""
+    q, k, v = tensors(70, 100)
+    v[:, :, 3, 2] = special
+    mask, results = torch.ones(2, 2, dtype=torch.bool, device=DEVICE), []
+    for op in (block_sparse_attention, block_sparse_attention_reference):
+        leaves = [t.detach().requires_grad_() for t in (q, k)]
+        results.append(torch.autograd.grad(op(*leaves, v, mask, return_lse=True, **SMALL)[1].sum(), leaves))
+    close(*results)
+
+
 def test_dropped_keys_are_not_read():
     q, k, v = tensors(70, 130)
     mask = torch.tensor([[True, False, True], [True, False, True]], device=DEVICE)
@@ -360,7 +389,9 @@ def test_the_reference_in_pieces(monkeypatch):
         (dict(block_mask=lambda t: t.to("meta")), {}, ValueError, "block_mask must be on q's device"),
         ({}, dict(block_bias=torch.zeros(2, 3, dtype=torch.float16)), TypeError, "block_bias must be .*float32, got"),
         ({}, dict(block_bias=torch.zeros(2, 2)), ValueError, "block_bias must be"),
-        ({}, dict(scale=-1.0), ValueError, "scale must be a positive number, got -1.0"),
+        ({}, dict(scale=-1.0), ValueError, "scale must be a positive number in the range of fp32, got -1.0"),
+        ({}, dict(scale=1e-46), ValueError, "scale must be a positive number in the range of fp32"),
+        ({}, dict(scale=1e39), ValueError, "scale must be a positive number in the range of fp32"),
         ({}, dict(scale=math.nan), ValueError, "scale must be a positive number"),
         ({}, dict(block_size=32), ValueError, "block_size must be 64 or 128, got 32"),
         ({}, dict(forward="best"), ValueError, "forward must be one of auto, .*, got 'best'"),

@@ -251,3 +251,20 @@ def test_scores_that_a_kept_maximum_could_get_wrong(kind, dim, block):
     want, want_lse = block_sparse_attention_reference(*(t.double() for t in (q, k, v)), mask, **options)
     torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=3e-2, equal_nan=True)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-3, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("version", ["portable", "cuda"])
+def test_scaled_scores_over_the_range_of_fp32_are_nan(version, dim):
+    """They must not pass for a row that keeps no block, though all its probabilities are 0: in one FMA, s · c − inf is
+    −inf."""
+    leaves, mask = on_hopper(dim, 128, torch.bfloat16)
+    q, k, v = (t.clone() for t in leaves)
+    q.zero_()[:, :, 3:100], k[:] = 1e10, 1e10
+    options = dict(block_size=128, scale=1e30, return_lse=True, forward=version)
+    out, lse = block_sparse_attention(q, k, v, torch.ones_like(mask), **options)
+    bad = torch.zeros_like(lse, dtype=torch.bool)
+    bad[:, :, 3:100] = True
+    assert out[bad].isnan().all() and lse[bad].isnan().all()
+    assert out[~bad].isfinite().all() and lse[~bad].isfinite().all()

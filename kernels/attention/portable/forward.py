@@ -47,6 +47,14 @@ def _store_rows(ptr, tile, row, cols, stride, count, dim, EVEN_D: tl.constexpr, 
 
 
 @triton.jit
+def _divisor(peak, total):
+    """Returns the sum by which a row is divided: 1 where no key was seen, so that out is 0, and lse -inf because peak
+    is. NaN where keys were seen but all probabilities are 0, because scaled scores exceed the range of fp32: a GPU
+    computes s·c − inf in one FMA, which is −inf where s is finite."""
+    return tl.where(total == 0.0, tl.where(peak == float("-inf"), 1.0, float("nan")), total)
+
+
+@triton.jit
 def _attend(
     acc,
     peak,
@@ -242,7 +250,7 @@ def _attention_fwd_kernel(
         q, k_ptr, v_ptr, first + row, first, last, begin, end, keys, dim, left, right,
         stride_kn * UNIT, stride_vn * UNIT, scale_log2, HAS_LEFT, HAS_RIGHT, EVEN_D, BLOCK_N, PRECISION,
     )  # fmt: skip
-    total = tl.where(total == 0.0, 1.0, total)  # no key seen: out is 0, and lse is -inf because peak is
+    total = _divisor(peak, total)
     out = acc / total[:, None]
     at = head.to(tl.int64) * stride_lh + start + row
     here = row < queries - start

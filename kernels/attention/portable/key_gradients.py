@@ -83,13 +83,14 @@ def _add_key_gradients(
                 p = tl.where(key[:, None] <= (position + right)[None, :], p, 0.0)
             if HAS_LEFT:
                 p = tl.where(key[:, None] >= (position - left)[None, :], p, 0.0)
-        if dq_ptr is not None and not EVEN_N:
-            # Padding keys would corrupt dq only, and only where exp2(-lse) overflows.
-            p = tl.where(key[:, None] < keys, p, 0.0)
         dout = _load_rows(dout_ptr + wide * stride_gm, row, cols, stride_gm, queries - start, dim, not EVEN_M, EVEN_D)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-        ds = (p * (dp - tl.load(delta_ptr + start + row)[None, :])).to(q.dtype)
+        ds = p * (dp - tl.load(delta_ptr + start + row)[None, :])
+        if dq_ptr is not None and not EVEN_N:
+            # Padding keys would corrupt dq only, where exp2(-lse) overflows or a gradient is infinite.
+            ds = tl.where(key[:, None] < keys, ds, 0.0)
+        ds = ds.to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
         if dq_ptr is not None:
             tl.store(dq_ptrs, dq + tl.dot(tl.trans(ds), k, input_precision=PRECISION), mask=dq_mask)

@@ -33,6 +33,7 @@ def _add_query_gradient(
     stride_vn,
     scale_log2,
     MASK: tl.constexpr,
+    BANDED: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     EVEN_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -48,15 +49,18 @@ def _add_query_gradient(
         p = tl.exp2(s * scale_log2 - lse[:, None])
         if inverse is not None:
             p *= inverse[:, None]
-        if MASK:
+        if MASK and BANDED:
             key = start + row
             p = tl.where(key[None, :] < high[:, None], p, 0.0)
             if HAS_LEFT:
                 p = tl.where(key[None, :] >= low[:, None], p, 0.0)
         v = _load_rows(v_ptr + wide * stride_vn, row, cols, stride_vn, keys - start, dim, MASK, EVEN_D)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-        ds = (p * (dp - delta[:, None])).to(k.dtype)
-        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        if MASK and not BANDED:
+            # ds and not p: for an infinite gradient of lse, p = 0 would make ds NaN. In a band registers are too few.
+            ds = tl.where((start + row)[None, :] < high[:, None], ds, 0.0)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
 
 
@@ -143,15 +147,15 @@ def _attention_dq_kernel(
         if HAS_LEFT:
             dq = _add_query_gradient(
                 dq, q, dout, lse, delta, inverse, k_ptr, v_ptr, begin, inner, low, high, keys, dim, stride_kn * UNIT,
-                stride_vn * UNIT, scale_log2, True, HAS_LEFT, EVEN_D, BLOCK_N, PRECISION,
+                stride_vn * UNIT, scale_log2, True, HAS_LEFT or HAS_RIGHT, HAS_LEFT, EVEN_D, BLOCK_N, PRECISION,
             )  # fmt: skip
         dq = _add_query_gradient(
             dq, q, dout, lse, delta, inverse, k_ptr, v_ptr, inner, outer, low, high, keys, dim, stride_kn * UNIT,
-            stride_vn * UNIT, scale_log2, False, HAS_LEFT, EVEN_D, BLOCK_N, PRECISION,
+            stride_vn * UNIT, scale_log2, False, HAS_LEFT or HAS_RIGHT, HAS_LEFT, EVEN_D, BLOCK_N, PRECISION,
         )  # fmt: skip
     dq = _add_query_gradient(
         dq, q, dout, lse, delta, inverse, k_ptr, v_ptr, outer, end, low, high, keys, dim, stride_kn * UNIT,
-        stride_vn * UNIT, scale_log2, True, HAS_LEFT, EVEN_D, BLOCK_N, PRECISION,
+        stride_vn * UNIT, scale_log2, True, HAS_LEFT or HAS_RIGHT, HAS_LEFT, EVEN_D, BLOCK_N, PRECISION,
     )  # fmt: skip
     dq_ptr += (batch * stride_db + own * stride_dh + wide * stride_dn) * UNIT
     _store_rows(dq_ptr, dq * scale, row, cols, stride_dn * UNIT, queries - start, dim, EVEN_D, ADD)

@@ -17,7 +17,7 @@ import triton.language as tl
 from ..configs import portable as configs
 from ..problem import PLAIN, Problem, strides
 from .band import _keys_seen
-from .forward import _attend_all, _store_statistics
+from .forward import _attend_all, _divisor, _store_statistics
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -145,7 +145,7 @@ def _attention_combine_kernel(
         total = total * rescale + tl.sum(weight * part_total, 0)
         acc = acc * rescale + tl.sum(weight[:, None] * part, 0)
         peak = higher
-    total = tl.where(total == 0.0, 1.0, total)
+    total = _divisor(peak, total)
     query, member = (row // group).to(tl.int64), (row % group).to(tl.int64)
     to = out_ptr + (batch * stride_ob + (shared * group + member) * stride_oh + query * stride_om) * UNIT + cols
     tl.store(to, (acc / total).to(out_ptr.dtype.element_ty), mask=cols < dim)

@@ -229,8 +229,11 @@ DEVICE bool update(const float (&s)[S_REGS], Rows& rows, const Problem& a) {
         for (int i = 2 * r; i < S_REGS; i += 4) most = fmaxf(most, fmaxf(s[i], s[i + 1]));
         most = fmaxf(rows.max[r], quad_max(most));
         risen |= most > rows.max[r];
+        // From the rounded products, so that alpha is 1 where the maximum stays: max * scale_log2 - scaled would be an
+        // FMA, i.e. the product's rounding error. The row sum is multiplied by alpha also where nothing has risen.
+        const float old = rows.max[r] == NEGATIVE_INFINITY ? NEGATIVE_INFINITY : rows.scaled[r];
         rows.scaled[r] = most == NEGATIVE_INFINITY ? 0.0f : most * a.scale_log2;
-        rows.alpha[r] = exp2_(rows.max[r] * a.scale_log2 - rows.scaled[r]);
+        rows.alpha[r] = exp2_(old - rows.scaled[r]);
         rows.max[r] = most;
         rows.sum[r] *= rows.alpha[r];
     }
@@ -287,6 +290,13 @@ DEVICE uint4 transpose(u32 w0, u32 w1, u32 w2, u32 w3, int t) {
     return make_uint4(w0, w1, w2, w3);
 }
 
+// The sum of a row's probabilities: 0 where no key was seen. NaN where keys were seen and all probabilities are 0, because
+// scaled scores exceed the range of fp32: the FMA s * scale_log2 - inf is -inf where s is finite.
+DEVICE float row_sum(const Rows& rows, int r) {
+    const float sum = quad_sum(rows.sum[r]);
+    return sum == 0.0f && rows.max[r] != NEGATIVE_INFINITY ? __int_as_float(0x7fffffff) : sum;
+}
+
 #if CARRY
 #include "forward_carry.cuh"
 #else
@@ -298,7 +308,7 @@ DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& 
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         int row = first_row + lane / 4 + 8 * r;
-        float sum = quad_sum(rows.sum[r]);
+        float sum = row_sum(rows, r);
         bool none = sum == 0.0f;  // no key was seen (a NaN sum is not 0)
         float factor = none ? 0.0f : 1.0f / sum;
         const bool inside = (u32)row < (u32)a.num_q;

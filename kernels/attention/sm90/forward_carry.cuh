@@ -37,7 +37,7 @@ DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& 
         const int row = first_row + lane / 4 + 8 * r;
         const bool inside = (u32)row < (u32)a.num_q;
         const float before = inside ? line[row] : NEGATIVE_INFINITY;
-        const float sum = quad_sum(rows.sum[r]);
+        const float sum = row_sum(rows, r);
         const bool none = sum == 0.0f;  // no key was seen (a NaN sum is not 0)
         const float lse = none ? NEGATIVE_INFINITY : (rows.scaled[r] + __log2f(sum)) * LN_2;
         const Merge merge(before, lse, sum);

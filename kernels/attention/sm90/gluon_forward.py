@@ -184,12 +184,16 @@ def _rows_of(x, like):
 def _softmax(s, m, total, scale_log2):
     """Returns probabilities of a block of scores, new row maximum and sum, and the rescaling factor of earlier sums.
 
+    m is the maximum of the scaled scores, rounded, and what probabilities are relative to. So a row whose maximum stays
+    has the factor 1. Were m the maximum of the scores, m · scale_log2 - scaled would be compiled to an FMA, and the
+    factor be 2 to the power of the product's rounding error, in each block of keys again.
+
     The sum [64, 4] is over each thread's columns. The four sums of a row are added at the end of the tile.
     """
-    new_m = gl.maximum(m, gl.max(s, 1))
+    new_m = gl.maximum(m, gl.max(s, 1) * scale_log2)
     # 0 for a row that has seen no key yet, as -inf - -inf would be NaN.
-    scaled = gl.where(new_m == float("-inf"), 0.0, new_m * scale_log2)
-    alpha = gl.exp2(m * scale_log2 - scaled)
+    scaled = gl.where(new_m == float("-inf"), 0.0, new_m)
+    alpha = gl.exp2(m - scaled)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(scaled, 1))
     part = gl.sum(gl.sum(gl.reshape(p, [64, p.shape[1] // 8, 4, 2]), 3), 1)
     total = total * _rows_of(alpha, total) + gl.convert_layout(part, total.type.layout)
@@ -291,7 +295,8 @@ def _consume(
         # lse, overlapped with the last P V. A row that sees no key has the sum 0. That of a row of NaN is NaN, although
         # its maximum is -inf as well: a maximum leaves NaN out.
         total = gl.convert_layout(gl.sum(total, 1), rows)
-        lse = gl.where(total == 0.0, float("-inf"), (m * scale_log2 + gl.log2(total)) * 0.6931471805599453)
+        total = gl.where((total == 0.0) & (m != float("-inf")), float("nan"), total)  # scaled scores over fp32's range
+        lse = gl.where(total == 0.0, float("-inf"), (m + gl.log2(total)) * 0.6931471805599453)
         row = first_row + gl.arange(0, 64, rows)
         gl.store(lse_ptr + head.to(gl.int64) * num_q + row, lse, mask=row < num_q)
         tma.store_wait(0)  # the previous tile's store has then read o_smem; the barrier in _release covers all threads

@@ -71,6 +71,14 @@ def _block_of_step(list_ptr, step, last, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _divisor(peak, total):
+    """Returns the sum by which a row is divided: 1 where no key was seen, so that out is 0, and lse -inf because peak
+    is. NaN where keys were seen but all probabilities are 0, because scaled scores exceed the range of fp32: a GPU
+    computes s·c − inf in one FMA, which is −inf where s is finite."""
+    return tl.where(total == 0.0, tl.where(peak == float("-inf"), 1.0, float("nan")), total)
+
+
+@triton.jit
 def _attend(
     acc,
     peak,
@@ -212,7 +220,7 @@ def _block_sparse_attention_fwd_kernel(
             acc, peak, total, q, k_ptr, v_ptr, line_ptr + HEADER, bias_ptr, whole, count, seen, keys, dim,
             stride_kn * UNIT, stride_vn * UNIT, stride_bn, scale_log2, True, EVEN_D, BLOCK, BLOCK_N, PRECISION,
         )  # fmt: skip
-    total = tl.where(total == 0.0, 1.0, total)  # no key seen: out is 0, and lse is -inf because peak is
+    total = _divisor(peak, total)
     out = acc / total[:, None]
     _store_rows(out_ptr, out, row, cols, stride_om * UNIT, queries - start, dim, EVEN_D)
     at = head.to(tl.int64) * queries + start + row

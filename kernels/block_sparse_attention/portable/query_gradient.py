@@ -66,11 +66,11 @@ def _add_query_gradient(
         p = tl.exp2(s * scale_log2 - shift[:, None])
         if inverse is not None:
             p *= inverse[:, None]
-        if MASK:
-            p = tl.where((start + row)[None, :] < seen[:, None], p, 0.0)
         v = _load_rows(v_ptr + wide * stride_vn, row, cols, stride_vn, keys - start, dim, MASK, EVEN_D)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
+        if MASK:  # ds and not p: for an infinite gradient of lse, p = 0 would make ds NaN
+            ds = tl.where((start + row)[None, :] < seen[:, None], ds, 0.0)
         if dbias_ptr is not None:
             # Each tile of a block stores the partial sum so far; the last store is the result.
             share = tl.where(step % SPLIT == 0, 0.0, share) + tl.sum(tl.sum(ds, 1), 0)

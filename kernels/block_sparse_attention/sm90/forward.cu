@@ -316,6 +316,13 @@ DEVICE unsigned short* out_of(const Problem& a, int all_head) {
     return a.out + batch * a.out_batch + (all_head - batch * a.q_heads) * a.out_head;
 }
 
+// The sum of a row's probabilities: 0 where no key was seen. NaN where keys were seen and all probabilities are 0, because
+// scaled scores exceed the range of fp32: the FMA s * scale_log2 - inf is -inf where s is finite.
+DEVICE float row_sum(const Rows& rows, int r) {
+    const float sum = quad_sum(rows.sum[r]);
+    return sum == 0.0f && rows.limit[r] != NEGATIVE_INFINITY ? __int_as_float(0x7fffffff) : sum;
+}
+
 // Writes rows first_row ... first_row + 15 of out and lse, except those past the last query.
 DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& a, int all_head, int first_row,
                      int lane) {
@@ -323,7 +330,7 @@ DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& 
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         int row = first_row + lane / 4 + 8 * r;
-        float sum = quad_sum(rows.sum[r]);
+        float sum = row_sum(rows, r);
         bool none = sum == 0.0f;  // no key was seen (a NaN sum is not 0)
         float factor = none ? 0.0f : 1.0f / sum;
         const bool inside = row < a.num_q;
