@@ -16,11 +16,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+NAN_BITS = {"bf16": 0x7FC0, "fp8e4nv": 0x7F, "fp8e5": 0x7F}  # of types that the interpreter holds as unsigned integers
+
 
 def as_on_a_gpu() -> None:
     """Changes the interpreter in this process, if Triton is imported and its interpreter is on: `tl.maximum` and
     `tl.minimum` ignore NaN, `tl.rsqrt`, `tl.sqrt` and `tl.exp2` flush subnormal numbers to 0, and elements that a load
-    masks and gives no value have all bits set, NaN as a float and -1 as an integer."""
+    masks and gives no value are NaN, or -2 in integers."""
     triton = sys.modules.get("triton")
     if triton is None or not triton.knobs.runtime.interpret:
         return
@@ -38,10 +40,13 @@ def as_on_a_gpu() -> None:
         return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
 
     def spoiled_load(self: Any, ptrs: Any, mask: Any, other: Any, *options: Any) -> Any:
-        if other is None and not mask.data.all():
-            kind = np.dtype(interpreter._get_np_dtype(ptrs.get_element_ty()))
-            ones = np.full(ptrs.data.size * kind.itemsize, 0xFF, np.uint8)
-            other = TensorHandle(ones.view(kind).reshape(ptrs.data.shape), ptrs.get_element_ty())
+        # Of a single element Triton's own code takes `other=0` for no value: it asks whether it is true.
+        if other is None and ptrs.data.size > 1 and not mask.data.all():
+            kind = ptrs.get_element_ty()
+            dtype = np.dtype(interpreter._get_np_dtype(kind))
+            # Not all bits, with which memory around tensors is filled to find writes to it.
+            value = np.nan if dtype.kind == "f" else NAN_BITS.get(str(kind), np.array(-2).astype(dtype))
+            other = TensorHandle(np.full(ptrs.data.shape, value, dtype), kind)
         return load(self, ptrs, mask, other, *options)
 
     InterpreterBuilder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)

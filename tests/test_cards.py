@@ -179,7 +179,8 @@ def test_a_bench_on_an_h100_writes_into_its_own_folder(
 
     monkeypatch.setattr(torch.cuda, "device", Nothing)
     monkeypatch.setattr(bench_command, "Session", Nothing)
-    monkeypatch.setattr(options, "select", lambda arguments: [])
+    one = SimpleNamespace(spec=SimpleNamespace(name="gelu"), groups=lambda: ["a group"])
+    monkeypatch.setattr(options, "select", lambda arguments: [one])
     monkeypatch.setattr(bench_command, "_benched", lambda bench, selections, out, suite: seen.append(out) or 0)
     code = cli.main(["bench", "--gpu", asked])
     assert seen == ([ROOT / "reports" / found] if found else []) and code == (0 if found else 2)
