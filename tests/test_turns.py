@@ -188,14 +188,14 @@ def test_threads_that_compile_at_a_time_release_the_gpu_and_take_it_back_once(tm
     """As Inductor's do for the choices of its autotuner. One that compiles while a choice is timed, which is called
     inside of a compilation, releases it for that time."""
     turns, seen = Turns(tmp_path / "gpu", CPU), []
-    both = threading.Barrier(8)
+    every, asking = threading.Barrier(8), threading.Lock()
 
     def compiled(wait: bool) -> bool:
         if wait:
-            both.wait(timeout=60)
-            time.sleep(0.02)
-        seen.append(free())
-        return free()
+            every.wait(timeout=60)
+        with asking:  # who asks has the GPU for a moment
+            seen.append(free())
+        return seen[-1]
 
     monkeypatch.setattr(CachingAutotuner, "_precompile_config", staticmethod(compiled))
     monkeypatch.setattr(benchmarker, "benchmark_gpu", lambda: (free(), compile_one(False), free()), raising=False)
