@@ -346,10 +346,8 @@ def compare(
 
 def _by_peer(pair: Pair, peer: str, threshold: float) -> Pair:
     """The same pair, compared by the time over that of a peer."""
-    if pair.verdict == FAILED:
+    if pair.ratio is None:  # FAILED or UNSURE, with its reason
         return pair
-    if pair.ratio is None:
-        return pair  # UNSURE, with its reason
     if pair.relative is None:
         return replace(pair, verdict=UNSURE, note=f"{peer} was not measured in the same run on both sides")
     limit = max(threshold, HOST_THRESHOLD) if pair.current.host else threshold
