@@ -387,7 +387,9 @@ def test_a_step_over_known_tensors_builds_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [dict(amsgrad=True), dict(betas=(torch.tensor(0.8), torch.tensor(0.9)))], ids=["amsgrad", "betas"]
+    "options",
+    [dict(amsgrad=True), dict(betas=(torch.tensor(0.8), torch.tensor(0.9)), foreach=False)],
+    ids=["amsgrad", "betas"],
 )
 def test_a_state_that_is_refused_changes_nothing(options):
     ours, theirs = parameters()

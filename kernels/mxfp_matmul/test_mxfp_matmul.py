@@ -251,7 +251,9 @@ def test_what_the_product_of_few_rows_is_given(format, of_x, of_weights, monkeyp
 
     monkeypatch.setattr(few_rows, "unsupported_reason", lambda *_: None)
     monkeypatch.setattr(few_rows, "launch", launch)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    if DEVICE == "cpu":
+        properties = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     x = of_x(torch.randn(6, 128, device=DEVICE))
     w, scales = (of_weights(t) for t in mxfp_pack(*weights(32, 128, format), format))
     want = mxfp_matmul_reference(x, w, scales, format, **one(format, 0.3))
