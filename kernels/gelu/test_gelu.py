@@ -77,10 +77,10 @@ def test_every_16_bit_number_is_right_to_the_last_bit_or_the_one_before(dtype, a
     numbers = torch.arange(-(2**15), 2**15, device=DEVICE).to(torch.int16).view(dtype)
     x = numbers[numbers.isfinite()]
     results, oracles = value_and_slope(gelu, x, approximate), value_and_slope(gelu_reference, x.double(), approximate)
-    for mine, oracle, absolute in zip(results, oracles, (1e-36, 1e-5), strict=True):
+    for mine, oracle, absolute in zip(results, oracles, (1e-36, 1e-7), strict=True):
         rounded = oracle.to(dtype)
         near = (steps_from_zero(mine) - steps_from_zero(rounded)).abs() <= 1
-        # Close to its zero at -0.75 the derivative suffers cancellation; below 1e-36 fp32 itself loses precision.
+        # At its zero at -0.75 the derivative has the rounding errors of fp32 alone; below 1e-36 fp32 loses precision.
         close = (mine.double() - oracle).abs() < absolute
         assert bool((near | close).all())
         assert float((mine != rounded).double().mean()) < 0.01

@@ -96,11 +96,11 @@ __device__ Activated activation(float x) {
         return {y, s + y * (1 - s)};
     } else if constexpr (ACTIVATION == GELU) {
         const float exponential = exp2_of(x * (x * (-0.5f * LOG2_E))), t = reciprocal(1 + 0.36f * fabsf(x));
-        float p = t * -0.0991919081f + 0.256174119f;
-        p = p * t + 0.0333454452f;
-        p = p * t + 0.169512853f;
-        p = p * t + 0.13994963f;
-        p = p * t + 0.000205041823f;
+        float p = t * -0.0992293074f + 0.255988448f;
+        p = p * t + 0.0338312376f;
+        p = p * t + 0.169156352f;
+        p = p * t + 0.140050482f;
+        p = p * t + 0.000195486907f;
         const float tail = p * exponential, cdf = x > 0 ? 1 - tail : tail;
         return {x * cdf, cdf + x * (exponential * INV_SQRT_2PI)};
     } else if constexpr (ACTIVATION == GELU_TANH) {
