@@ -56,7 +56,10 @@ def expected(y: torch.Tensor, dtype: torch.dtype = E4M3, scale_format: str = "fp
         (3, 1000, dict(dtype=E5M2)),
         (37, 33, dict(scale_format="pow2")),
         (5, 200, dict(scale_format="e8m0", dtype=E5M2)),
+        (64, 200, {}),  # whole tiles of rows, partial ones of columns
         (130, 200, dict(transpose=True)),
+        (128, 200, dict(transpose=True)),
+        (130, 256, dict(transpose=True)),
         (128, 128, dict(transpose=True, scale_format="pow2")),
         (1, 1, dict(transpose=True)),
     ],

@@ -53,9 +53,9 @@ def _store_quantised(
 ):
     """Quantises and stores a tile of y. DATA: stores data, with one scale per row of a tile of 128 columns. TRANSPOSE:
     stores data_t [cols, rows], with one scale per column of a tile of 128 rows. Elements that are not finite become NaN
-    and do not count in a scale."""
+    and do not count in a scale; out of bounds y is 0 and does not either."""
     inside = (row < rows)[:, None] & (col < cols)[None, :]
-    y = finite_or_nan(y) if EVEN else tl.where(inside, finite_or_nan(y), 0.0)
+    y = finite_or_nan(y)
     magnitude = _magnitude(y)
     wide_row, wide_col = row.to(tl.int64), col.to(tl.int64)
     mask = None if EVEN else inside

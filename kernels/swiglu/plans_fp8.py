@@ -35,10 +35,10 @@ def _tiles(transpose: bool, whole: bool) -> tuple[Tile, ...]:
     """The tile of each launch. One launch computes all outputs, unless tiles are partial: then the transposed copy has
     its own launch, which reads the input again. Predicates and single-element stores of both would spill hundreds of
     bytes a thread."""
-    data, copy = Tile(True, False, 32, BLOCK, 8), Tile(False, True, BLOCK, 32, 8)
+    data, copy = Tile(True, False, 32, BLOCK, num_warps=8), Tile(False, True, BLOCK, 32, num_warps=8)
     if not transpose:
         return (data,)
-    return (Tile(True, True, BLOCK, BLOCK, 16),) if whole else (data, copy)
+    return (Tile(True, True, BLOCK, BLOCK, num_warps=16),) if whole else (data, copy)
 
 
 def result_shapes(shape: Sequence[int], granularity: str, transpose: bool) -> list[tuple[tuple[int, ...], bool]]:
