@@ -246,6 +246,32 @@ def test_luck_with_a_single_number_beside_many(monkeypatch):
     assert truth.verdict([eager[0], eager[1] * (1 + 5e-5)], case, spec).reason.startswith("weights: ")
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_there_are_as_many_samples_as_acceptance_takes(many, monkeypatch):
+    monkeypatch.setattr(oracle, "NOISE_ELEMENTS", 1000 if many else 10**8)
+    monkeypatch.setattr(oracle, "FEW_ELEMENTS", 10)
+    exact = torch.ones((), dtype=torch.float64), torch.linspace(1, 2, 2000, dtype=torch.float64)
+    eager = tuple(t.float() for t in exact)
+    seeds = []
+
+    def perturbed(seed):
+        seeds.append(seed)
+        return tuple(t * (1 + 1e-5 * 2**seed) for t in exact)
+
+    spec = spec_of(cancel)
+
+    def samples(error: float) -> tuple[bool, int]:
+        seeds.clear()
+        accepted = Expected(("loss", "weights"), exact, eager, perturbed).verdict(
+            [eager[0] * (1 + error), eager[1]], spec.cases[0], spec
+        )
+        assert seeds == list(range(len(seeds)))
+        return accepted.ok, len(seeds)
+
+    assert samples(0) == (True, 0) and samples(1e-5) == (True, 1) and samples(1e-2) == (False, oracle.NOISE_SAMPLES)
+    assert samples(1e-4) == (True, 4)  # the limit is twice the largest error so far
+
+
 class Attend(torch.autograd.Function):
     """Attention of one head in 16 bits, which rounds p and ds for its GEMMs as FlashAttention does."""
 

@@ -274,3 +274,5 @@ def test_peers_are_imported_before_the_gpu_is_taken_from_others(monkeypatch, tmp
     rows = group.rows()
     assert order == ["triton", "eager", "begins"] and [row["reason"] for row in rows] == ["of another GPU"] * 2
     assert group.spent().endswith("; GPU held for 0.0")
+    group.compiled = {"triton": 0.1, "eager": 2.25}
+    assert group.spent().endswith("; GPU held for 0.0 (eager 2.2)")

@@ -42,7 +42,7 @@ def quack(monkeypatch):
 
     def own(config):
         seen.append(("own", config))
-        return {7: 0.5, 9: 0.25}.get(config, 1.0)
+        return {7: 0.25, 9: 0.5}.get(config, 1.0)
 
     def short(config):
         seen.append(("short", config))
@@ -59,13 +59,12 @@ def test_all_are_timed_shortly_and_the_fastest_as_quack_does(quack):
         lambda config, *args, **kwargs: (config, args, kwargs), ["unfit", *range(10, 4, -1), *range(11, 20)]
     )
     with two_rounds():
-        assert tuner(1, b=2) == (9, (1,), {"b": 2})
-        assert tuner(1, b=2)[0] == 9
-    finalists = list(range(5, 11))
-    assert len(finalists) == FINALISTS
+        assert tuner(1, b=2) == (7, (1,), {"b": 2})
+        assert tuner(1, b=2)[0] == 7
+    finalists = list(range(5, 5 + FINALISTS))
     assert quack.seen == [("short", c) for c in tuner.configs[1:]] + [("own", c) for c in finalists]
     assert Autotuner.prune_configs is prune and quack._bench_cuda_graph_l2_rotate is own
-    assert list(tuner.cache.values()) == [9]
+    assert list(tuner.cache.values()) == [7]
 
 
 @pytest.mark.parametrize("what", ["few", "custom", "hooks"])
@@ -73,7 +72,7 @@ def test_what_has_few_configurations_or_a_bench_of_its_own_is_left_alone(quack, 
     tuner = Autotuner(lambda config: config, list(range(5, 5 + (FINALISTS if what == "few" else 20))))
     tuner._do_bench, tuner.pre_hook = (print if what == "custom" else None), (print if what == "hooks" else None)
     with two_rounds():
-        assert tuner() == 9
+        assert tuner() == 7
     assert {bench for bench, _ in quack.seen} == {"own"} and len(quack.seen) == len(tuner.configs)
 
 

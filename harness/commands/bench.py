@@ -354,6 +354,7 @@ class Group:
             b.name: b.cost(self.case, self.mode) for b in self.spec.baselines if isinstance(b, Yardstick)
         }
         self.seconds: dict[str, float] = {}  # host time by stage
+        self.compiled: dict[str, float] = {}  # seconds with the GPU while an implementation was compiled and tuned
         self.done: dict[str, dict[str, Any]] = {}
         self.verdicts: dict[str, Verdict] = {}
         self.configurations: dict[str, dict[str, str]] = {}  # fallback configurations of peers that needed one
@@ -390,9 +391,13 @@ class Group:
         return [self.done[n] for n in self.selection.implementations]
 
     def spent(self) -> str:
-        """Host time by stage in seconds, and for how long this bench held the GPU."""
+        """Host time by stage in seconds; of a GPU that is shared for how long this bench held it, and for how long of
+        that while an implementation was compiled and tuned."""
         turns = self.session.turns
-        return spent_on(self.seconds) + (f"; GPU held for {turns.had:.1f}" if turns.shared else "")
+        if not turns.shared:
+            return spent_on(self.seconds)
+        compiled = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.compiled.items() if seconds > 0.5)
+        return spent_on(self.seconds) + f"; GPU held for {turns.had:.1f}" + (f" ({compiled})" if compiled else "")
 
     def _import(self) -> None:
         """Loads peers once in advance, since imports take seconds for which the GPU is not needed."""
@@ -436,8 +441,10 @@ class Group:
                         execute.bind(self.spec, fn, inputs[0], self.mode, grads[0])()
                     torch.cuda.synchronize()
 
+                had = self.session.turns.had
                 with self._stage("compilation"):
                     fn, configuration = execute.load_running(self.spec, name, self.case, self.mode, attempt)
+                self.compiled[name] = self.session.turns.had - had
                 if configuration:
                     self.configurations[name] = configuration
                 with self._stage("checks"):

@@ -45,17 +45,22 @@ class Turns:
         self._released: list[int] = []  # for each release by a compilation: the number of compilations before it
         self._since = self._taken = time.time()
         self.waited = 0.0  # total seconds of waiting for others
-        self.had = 0.0  # seconds with the GPU, since the case began
+        self._had = 0.0  # seconds with the GPU, since the case began and until its last release
 
     @property
     def shared(self) -> bool:
         """Whether other benches may use the GPU."""
         return self._file is not None
 
+    @property
+    def had(self) -> float:
+        """For how many seconds this bench has had the GPU since the case began."""
+        return self._had + (time.time() - self._taken if self._ours else 0.0)
+
     def begin(self) -> None:
         """Begins a case. Acquires the GPU once a fraction ROOM of its memory is free (waiting benches occupy memory
         with their inputs), or after ROOM_SECONDS in any case."""
-        self._since, self.had = time.time(), 0.0
+        self._since, self._had = time.time(), 0.0
         self.take()
         while self._free() < ROOM and time.time() < self._since + ROOM_SECONDS:
             self.give()
@@ -102,7 +107,7 @@ class Turns:
                         torch.cuda.empty_cache()  # the other benches need memory too
                 fcntl.flock(self._file, fcntl.LOCK_UN)
             self._ours = False
-            self.had += time.time() - self._taken
+            self._had += time.time() - self._taken
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """Returns what `make` returns (it must be serialisable as JSON), or what it returned to another of these
