@@ -15,7 +15,7 @@ from harness.reporting.aggregates import Group, Mean
 from harness.reporting.findings import findings
 from harness.reporting.roofline_charts import overview
 from harness.spec import Yardstick
-from tests.fake_records import bench, column, row, write
+from tests.fake_records import bench, column, row, with_ratios, write
 
 KERNEL = "rmsnorm"
 COST = {"flops": {"fp32": 1_000_000}, "bytes": 340_000_000}  # 80 µs at the measured 4.25 TB/s
@@ -106,6 +106,40 @@ def test_a_failed_peer_marks_its_row_everywhere_and_leaves_no_verdict(tmp_path: 
     assert "| rmsnorm | fwd | the peer quack failed | 1 | lost |" in index
     assert "20.00× compile ¶" in report.kernel_block(where, KERNEL)
     assert "- quack: **error**, it was error" in (where / f"{KERNEL}-fwd.md").read_text()
+
+
+def test_a_peer_without_the_reported_timing_may_be_the_fastest(tmp_path: Path) -> None:
+    """One that no CUDA graph can capture, beside times in a graph: its cold time may be shorter than that of the peer
+    which is the fastest in a graph."""
+    rows = case("lost", {"triton": 100, "eager": 900, "compile": 140, "liger": 130}, headline="graph")
+    for name in ("eager", "liger"):
+        (found,) = [r for r in rows if r["implementation"] == name]
+        del found["columns"]["graph"]
+    path = tmp_path / "h200" / "records" / f"{KERNEL}.jsonl"
+    timed = [r for r in rows if "graph" in r["columns"]]
+    with_ratios(timed)
+    lines = bench(KERNEL, {("lost", "fwd"): timed})
+    lines[-1:-1] = [r for r in rows if r not in timed]
+    write(path, lines)
+    (finding,) = found = findings(record.load(path))
+    (group,) = aggregates.groups(found)
+    assert [row.implementation for row in finding.untimed] == ["liger"]  # the reference is no peer
+    assert finding.verdict is None
+    assert group.over_best_peer().left_out == {"lost": ("the peer liger has no graph timing",)}
+    report.write(tmp_path / "h200", with_charts=False)
+    index = (tmp_path / "h200" / "README.md").read_text()
+    assert "| fwd | 1 | 0 | 0 | 0 | 1 |" in index and "1.40× [1.40, 1.40] compile ¶" in index
+
+
+def test_pytorch_without_the_reported_timing_is_in_no_mean_over_pytorch(tmp_path: Path) -> None:
+    rows = case("lost", {"triton": 100, "quack": 120}, headline="graph")
+    path = tmp_path / "h200" / "records" / f"{KERNEL}.jsonl"
+    lines = bench(KERNEL, {("lost", "fwd"): rows})
+    for name in ("a", "b"):
+        lines.insert(-1, row(KERNEL, "lost", "fwd", name, exact(130), cost=COST, pytorch=name == "b"))
+    write(path, lines)
+    (group,) = aggregates.groups(findings(record.load(path)))
+    assert group.over_pytorch().left_out == {"lost": ("the peer b has no graph timing",)}
 
 
 def test_neither_the_reference_nor_an_absent_or_unfit_peer_takes_a_row_out(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 A mean is over one kernel in one mode and one precision: fp8 cases are not averaged with those in 16 or 32 bits. It is
 geometric. It excludes cases whose figure the harness doubts (`flags.py`), those in which a peer that supports them
-failed, and those that no library supports. A kernel without any library is averaged over torch.compile.
-If the only doubt is that the GPU throttled in some rounds, the ratio over the other rounds counts, provided that its
-interval is as narrow as required of any ratio.
+failed or lacks the reported timing, and those that no library supports. A kernel without any library is averaged over
+torch.compile. If the only doubt is that the GPU throttled in some rounds, the ratio over the other rounds counts,
+provided that its interval is as narrow as required of any ratio.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Group:
         other = any(s.other_library for finding in self.found for s in finding.speedups)
 
         def reasons(finding: Finding, speedup: Speedup | None) -> list[str]:
-            why = _reasons(finding, speedup, finding.failed)
+            why = _reasons(finding, speedup)
             why += [f"the peer {name} was left out of the run" for name in finding.left_out]
             if library and not _library(finding) and not finding.undecided:
                 why.append(NO_LIBRARY)
@@ -92,7 +92,7 @@ class Group:
         """The mean over what a PyTorch user would write."""
 
         def reasons(finding: Finding, speedup: Speedup | None) -> list[str]:
-            return _reasons(finding, speedup, [row for row in finding.failed if is_pytorch(row)])
+            return _reasons(finding, speedup, is_pytorch)
 
         return _mean(self.found, lambda finding: finding.over_pytorch, reasons)
 
@@ -181,11 +181,16 @@ def _over_compile(finding: Finding) -> bool:
     return best is not None and not best.library and not any(s.other_library for s in finding.speedups)
 
 
-def _reasons(finding: Finding, speedup: Speedup | None, failed: Sequence[Row]) -> list[str]:
+def _reasons(finding: Finding, speedup: Speedup | None, counts: Callable[[Row], bool] = lambda row: True) -> list[str]:
+    """The doubts about a speed-up, and the peers among those that count which may be faster than its peer."""
     if finding.best is None:
         return [NOT_MEASURED]
     doubts = [flag.word for flag in flags.of_ratio(finding, speedup)]
-    return list(dict.fromkeys([*doubts, *(f"the peer {row.implementation} failed" for row in failed)]))
+    unknown = [f"the peer {row.implementation} failed" for row in finding.failed if counts(row)]
+    unknown += [
+        f"the peer {row.implementation} has no {finding.column} timing" for row in finding.untimed if counts(row)
+    ]
+    return list(dict.fromkeys([*doubts, *unknown]))
 
 
 def _mean(

@@ -209,7 +209,12 @@ def _margin(axes: Axes, shown: Sequence[Finding]) -> None:
         write(at, 46, microseconds(finding.best.seconds(finding.column)), ha="right")
         if speedup := finding.over_best_peer:
             write(at, 53, times(speedup.median), fontweight="bold")
-            write(at, 92, speedup.peer + (" ¶" if finding.failed else "") + (" ◊" if finding.absent else ""), **faint)
+            write(
+                at,
+                92,
+                speedup.peer + (" ¶" if finding.failed or finding.untimed else "") + (" ◊" if finding.absent else ""),
+                **faint,
+            )
 
 
 def _legend(figure: Figure, shown: Sequence[Finding], looks: dict[str, Look]) -> None:

@@ -71,8 +71,9 @@ class Speedup:
 class Finding:
     """One case and mode of one kernel. `best` is ours: the default version ("auto") or, if that was not measured in the
     run, the fastest version that was; None if none was.
-    `failed` are the peers that should have run with it and failed, except the reference. `absent` are peers that are
-    declared for the kernel now but were not in the run, which was of `chosen` implementations or is older."""
+    `failed` are the peers that should have run with it and failed, except the reference, and `untimed` those that ran
+    but have no time in `column`, e.g. since a CUDA graph cannot capture them. `absent` are peers that are declared for
+    the kernel now but were not in the run, which was of `chosen` implementations or is older."""
 
     kernel: str
     case: str
@@ -82,6 +83,7 @@ class Finding:
     column: str
     speedups: tuple[Speedup, ...]
     failed: tuple[Row, ...] = ()
+    untimed: tuple[Row, ...] = ()
     absent: tuple[str, ...] = ()
     chosen: bool = False
 
@@ -93,7 +95,7 @@ class Finding:
     @property
     def undecided(self) -> bool:
         """Whether the best peer is unknown."""
-        return bool(self.failed or self.left_out)
+        return bool(self.failed or self.untimed or self.left_out)
 
     @property
     def run(self) -> Run:
@@ -141,7 +143,7 @@ class Finding:
 
     @property
     def verdict(self) -> str | None:
-        """The verdict; None if a peer failed or was left out, since it may be the best."""
+        """The verdict; None if a peer failed, lacks this column or was left out, since it may be the best."""
         best = None if self.undecided else self.over_best_peer
         return verdict(best.median) if best else None
 
@@ -246,9 +248,12 @@ def _finding(records: Records, rows: Sequence[Row]) -> Finding:
     ordered = sorted(rows, key=lambda row: not row.ours)
     siblings = {row.implementation: row for row in records.siblings(best)} if best else {}
     failed = tuple(row for row in siblings.values() if _is_peer(row) and row.status in FAILED)
+    untimed = tuple(
+        row for row in siblings.values() if _is_peer(row) and row.status == "ok" and row.column(column) is None
+    )
     speedups = tuple(_speedups(records, best, siblings))
     absent, chosen = (_absent(records, best, siblings), bool(best.run.options.get("impl"))) if best else ((), False)
-    return Finding(kernel, case, mode, tuple(ordered), best, column, speedups, failed, absent, chosen)
+    return Finding(kernel, case, mode, tuple(ordered), best, column, speedups, failed, untimed, absent, chosen)
 
 
 def _absent(records: Records, best: Row, siblings: Mapping[str, Row]) -> tuple[str, ...]:
