@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..compaction import ratio_over
 from ..roofline import HOST, LINK, MEMORY, Ceilings, Cost, floor_seconds, percent_of_roofline, rate_of
 from . import declared
 from .entries import Records, Row, Run
@@ -279,6 +280,23 @@ def _speedups(records: Records, best: Row | None, siblings: Mapping[str, Row]) -
             row = sibling or latest.get(name)
             found.append(Speedup(name, ratio["median"], ends[0], ends[1], row, ratio.get("unthrottled")))
     return found
+
+
+def in_column(finding: Finding, column: str) -> Finding:
+    """The same finding in another column that was measured, with the speed-ups in that column, from the samples of the
+    same run."""
+    best = finding.best
+    assert best is not None
+    rows = {s.peer: s.row for s in finding.speedups} | {row.implementation: row for row in finding.untimed}
+    mine = {**best.data, "headline": column}
+    found = []
+    for name, row in rows.items():
+        ratio = ratio_over(mine, row.data) if row is not None and row.run.id == best.run.id else None
+        if ratio and (ends := _interval(ratio)):
+            found.append(Speedup(name, ratio["median"], ends[0], ends[1], row, ratio.get("unthrottled")))
+    timed = {speedup.peer for speedup in found}
+    untimed = tuple(row for name, row in rows.items() if row is not None and _is_peer(row) and name not in timed)
+    return replace(finding, column=column, speedups=tuple(found), untimed=untimed)
 
 
 def _interval(ratio: dict[str, Any]) -> tuple[float, ...]:
