@@ -350,6 +350,25 @@ def test_a_smaller_configuration_of_a_peer_is_named_with_what_failed(tmp_path: P
     assert mean(tmp_path / "again", rows).values == pytest.approx([1.2])
 
 
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_peer_that_was_measured_again_has_no_speed_up_beside_its_new_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compacted: bool
+) -> None:
+    """The speed-up of this kernel is over the peer of its own run, which had that peer."""
+    monkeypatch.setattr(declared, "peers", lambda kernel: ("quack", "compile"))
+    path = tmp_path / "h200" / "records" / f"{KERNEL}.jsonl"
+    old = bench(KERNEL, {("plain", "fwd"): case("plain", PLAIN)}, run="20250101T000000Z-0000")
+    new = bench(KERNEL, {("plain", "fwd"): case("plain", {"quack": 240})}, options={"impl": ["quack"]})
+    write(path, [*old, *new])
+    if compacted:
+        record.compact(path)
+    report.write(tmp_path / "h200", with_charts=False)
+    (row,) = [x for x in (tmp_path / "h200" / f"{KERNEL}-fwd.md").read_text().splitlines() if x.startswith("| quack ◦")]
+    assert row.split(" | ")[1:4] == ["240 µs", "[240, 240] µs", "–"]
+    (finding,) = findings(record.load(path))
+    assert finding.absent == () and finding.over_best_peer is not None and finding.over_best_peer.median == 1.2
+
+
 def test_a_row_of_another_run_is_marked(tmp_path: Path) -> None:
     """A peer that was measured before, and not in the run of this kernel, has no ratio and a sign."""
     path = tmp_path / "h200" / "records" / f"{KERNEL}.jsonl"

@@ -258,12 +258,14 @@ def _finding(records: Records, rows: Sequence[Row]) -> Finding:
 
 
 def _absent(records: Records, best: Row, siblings: Mapping[str, Row]) -> tuple[str, ...]:
-    """Peers that are declared now and have no row in the run. Those that do not support the case are left out: some run
-    has skipped them, or it uses several GPUs and they are made from the reference, which uses one."""
+    """Peers that are declared now and have neither a row nor a ratio of the run: compaction drops the row of one that
+    was measured again later. Those that do not support the case are left out: some run has skipped them, or it uses
+    several GPUs and they are made from the reference, which uses one."""
     rows = (row for row in (*records.rows, *records.superseded) if row.group == best.group)
     none = {row.implementation for row in rows if row.status == "skipped"}
     none |= set(declared.FROM_REFERENCE.values()) if best.run.world_size > 1 else set()
-    return tuple(name for name in declared.peers(best.kernel) if name not in siblings and name not in none)
+    known = {*siblings, *best.get("ratios", {}), *none}
+    return tuple(name for name in declared.peers(best.kernel) if name not in known)
 
 
 def _speedups(records: Records, best: Row | None, siblings: Mapping[str, Row]) -> list[Speedup]:
