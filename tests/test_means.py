@@ -94,6 +94,21 @@ def test_a_case_counts_by_its_unthrottled_rounds(
         assert mean.values == pytest.approx([1.2, 1.3]) and mean.unthrottled == ("hot",) and not mean.left_out
 
 
+def test_the_fastest_peer_of_the_unthrottled_rounds_counts(tmp_path: Path) -> None:
+    """quack is the fastest over all rounds, since it is faster while the GPU throttles; compile is over the others."""
+    rounds = {"rounds": {"cold": {"sm_mhz": [1500] * 11, "throttled": list(range(6, 11))}}}
+    rows = case("hot", {"triton": 100, "quack": 130, "compile": 130}, clocks=rounds)
+    samples = ([100] * 11, [130, 130, 130.2, 130.4, 130.6, 130.6, *[129] * 5], [130.2] * 6 + [131] * 5)
+    for each, us in zip(rows, samples, strict=True):
+        each["columns"]["cold"] = column(us)
+    (group,) = groups(tmp_path, rows)
+    best = group.found[0].over_best_peer
+    assert best is not None and best.peer == "quack" and best.unthrottled is not None
+    assert best.unthrottled["median"] == pytest.approx(1.303)
+    mean = group.over_best_peer()
+    assert mean.values == pytest.approx([1.302]) and mean.unthrottled == ("hot",)
+
+
 def test_a_failed_peer_marks_its_row_everywhere_and_leaves_no_verdict(tmp_path: Path) -> None:
     lost = case("lost", {"triton": 100, "compile": 2000, "liger": 2100}, {"quack": "error"})
     where = folder(tmp_path, case("plain", PLAIN), lost)

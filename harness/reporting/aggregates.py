@@ -86,7 +86,7 @@ class Group:
                 why.append(OVER_COMPILE)
             return why
 
-        return _mean(self.found, lambda finding: finding.over_best_peer, reasons, library)
+        return _mean(self.found, lambda speedup: not speedup.reference, reasons, library)
 
     def over_pytorch(self) -> Mean:
         """The mean over what a PyTorch user would write."""
@@ -94,7 +94,7 @@ class Group:
         def reasons(finding: Finding, speedup: Speedup | None) -> list[str]:
             return _reasons(finding, speedup, is_pytorch)
 
-        return _mean(self.found, lambda finding: finding.over_pytorch, reasons)
+        return _mean(self.found, lambda speedup: speedup.pytorch, reasons)
 
 
 def groups(found: Sequence[Finding]) -> list[Group]:
@@ -193,21 +193,30 @@ def _reasons(finding: Finding, speedup: Speedup | None, counts: Callable[[Row], 
     return list(dict.fromkeys([*doubts, *unknown]))
 
 
+def _least(speedups: Sequence[Speedup]) -> Speedup | None:
+    """That over the fastest peer."""
+    return min(speedups, key=lambda speedup: speedup.median, default=None)
+
+
 def _mean(
     found: Sequence[Finding],
-    pick: Callable[[Finding], Speedup | None],
+    counts: Callable[[Speedup], bool],
     reasons: Callable[[Finding, Speedup | None], list[str]],
     library: bool = True,
 ) -> Mean:
+    """The mean over the fastest of the peers that count; in unthrottled rounds another one may be the fastest."""
     values, out, unthrottled = [], {}, []
     for finding in found:
-        speedup = pick(finding)
+        over = [speedup for speedup in finding.speedups if counts(speedup)]
+        speedup = _least(over)
         why = reasons(finding, speedup)
         if speedup is None:
             why = why or [NO_PEER]
-        elif why == [flags.THROTTLED.word] and (rest := speedup.without_throttling) and flags.steady(rest):
-            speedup, why = rest, []
-            unthrottled.append(finding.case)
+        elif why == [flags.THROTTLED.word]:
+            rest = _least([calm for speedup in over if (calm := speedup.without_throttling)])
+            if rest and reasons(finding, rest) == why:
+                speedup, why = rest, []
+                unthrottled.append(finding.case)
         if why or speedup is None:
             out[finding.case] = tuple(why)
         else:
