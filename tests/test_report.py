@@ -296,6 +296,12 @@ def test_a_kernel_of_several_gpus_has_efficiency_transfers_and_memory(tmp_path: 
     assert page.count("% | 104.2 % |") == 2
     chart = (tmp_path / "ring-fwd-efficiency.svg").read_text()
     assert "causal" in chart and "torch-cp" in chart and "triton (this kernel)" in chart
+    assert "| 200 GB/s | 6 GB/s: pays off | 2.00× [2.00, 2.00] torch-cp |" in page
+    again = {("s16384", "fwd"): [of(16384, "torch-cp", 40, None)]}  # its speed is not that of the same rounds
+    later = bench("ring", again, run="three", world_size=2, environment={"time": "2026-01-02T00:00:00+00:00"})
+    write(tmp_path / "records" / "ring.jsonl", later)
+    report.write(tmp_path)
+    assert "| 200 GB/s | – | 2.00× [2.00, 2.00] torch-cp |" in (tmp_path / "ring.md").read_text()
 
 
 def test_a_training_has_a_page_and_a_chart_of_its_own(tmp_path: Path) -> None:
