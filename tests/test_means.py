@@ -10,7 +10,7 @@ import pytest
 
 from harness import record, registry
 from harness.commands import report
-from harness.reporting import aggregates, declared
+from harness.reporting import aggregates, charts, declared
 from harness.reporting.aggregates import Group, Mean
 from harness.reporting.findings import findings
 from harness.reporting.roofline_charts import overview
@@ -346,6 +346,14 @@ def test_the_overview_shows_no_best_peer_and_no_mean_where_one_failed(tmp_path: 
         theirs, ours = figure.axes[0].lines[:2]
         assert len(ours.get_xdata()) == 1 and len(theirs.get_xdata()) == points
         assert [t.get_text() for t in figure.axes[0].texts] == (["1.20×"] if points else [])
+
+
+def test_each_implementation_of_a_chart_looks_different(tmp_path: Path) -> None:
+    """A workload has a dozen versions of its own, and ring attention a dozen peers."""
+    times = {f"{kind}-{index}": 100 + index for kind in ("triton", "peer") for index in range(20)}
+    found = findings(record.load(folder(tmp_path, case("plain", times))))
+    looks = charts.looks(found)
+    assert len(looks) == len(times) == len({(look.colour, look.mark) for look in looks.values()})
 
 
 def test_the_caption_names_peers_that_were_not_there(tmp_path: Path) -> None:
