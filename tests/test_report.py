@@ -348,6 +348,16 @@ def test_a_training_says_what_its_kinds_are_and_what_bounds_their_loss(tmp_path:
     assert (len(left.lines), len(right.lines)) == (4, 2)
 
 
+def test_a_training_of_fewer_seeds_is_beside_the_plain_one_of_the_same_seeds() -> None:
+    """A seed's curve may be far from another's; the difference that a kind makes is far smaller."""
+    runs = {str(seed): {"loss": 2.0, "ms_a_step": 5.0, "curve": [[50, 3.0 + seed]]} for seed in range(3)}
+    few = {"0": {**runs["0"], "curve": [[50, 3.01]]}}
+    head = {"schema": 1, "device": "NVIDIA H200", "torch": "2.11", "steps": 50, "model": {"layers": 4}}
+    document = {**head, "results": {"none": runs, "int4": few}}
+    _, right = training.chart(KERNEL, "one NVIDIA H200", document).axes
+    assert [list(line.get_ydata()) for line in right.lines] == [[0.0], [pytest.approx(0.01)]]
+
+
 def test_folders_of_one_and_of_several_gpus_stand_beside_each_other(tmp_path: Path) -> None:
     one(tmp_path / "h200", [row(KERNEL, "wide", "fwd", "triton", exact(100), cost=COST)])
     two_gpus(tmp_path / "h200-x2")
