@@ -10,7 +10,7 @@ import pytest
 
 from harness import record, registry
 from harness.commands import report
-from harness.reporting import aggregates, charts, declared
+from harness.reporting import aggregates, charts, declared, host
 from harness.reporting.aggregates import Group, Mean
 from harness.reporting.findings import findings
 from harness.reporting.roofline_charts import overview
@@ -354,6 +354,17 @@ def test_each_implementation_of_a_chart_looks_different(tmp_path: Path) -> None:
     found = findings(record.load(folder(tmp_path, case("plain", times))))
     looks = charts.looks(found)
     assert len(looks) == len(times) == len({(look.colour, look.mark) for look in looks.values()})
+
+
+@pytest.mark.parametrize(
+    ("pytorch", "shown"), [(True, "eager 90.0 | 0.11"), (False, "eager (the reference) 90.0 | 0.11")]
+)
+def test_host_time_over_the_reference_is_not_called_pytorch(tmp_path: Path, pytorch: bool, shown: str) -> None:
+    """Where what a PyTorch user would write was not timed, the reference takes its place."""
+    rows = [row(KERNEL, "small", "host-fwd", "triton", exact(10), cost=COST)]
+    rows.append(row(KERNEL, "small", "host-fwd", "eager", exact(90), cost=COST, pytorch=pytorch))
+    path = write(tmp_path / "host.jsonl", bench(KERNEL, {("small", "host-fwd"): rows}))
+    assert f"| {shown} |" in "\n".join(host.overview(record.load(path)))
 
 
 def test_the_caption_names_peers_that_were_not_there(tmp_path: Path) -> None:

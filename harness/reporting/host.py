@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from . import markdown as md
 from .entries import HOST, HOST_COMPILED, Records, Row
-from .findings import EAGER, is_pytorch
+from .findings import EAGER, is_pytorch, is_reference
 
 # PyTorch's own implementations, and those made from the reference.
 NOT_LIBRARIES = ("eager", "compile", "compile-max", "foreach", "sdpa-flash", "cudnn", "flex", "flex-flash")
@@ -67,7 +67,8 @@ def section(records: Records, kernel: str) -> list[str]:
 
 
 def overview(records: Records) -> list[str]:
-    """The table of all kernels: our best against PyTorch and the fastest library. Empty without host rows."""
+    """The table of all kernels: our best against PyTorch, or else the reference, and the fastest library. Empty without
+    host rows."""
     table = _against_others(records)
     if not table:
         return []
@@ -112,7 +113,8 @@ def _against(ours: Row, other: Row | None) -> tuple[str | None, str | None]:
     """The other's time, and ours relative to it."""
     if other is None:
         return None, None
-    return f"{other.implementation} {_median(other)}", f"{ours.seconds() / other.seconds():.2f}"
+    name = f"{other.implementation} (the reference)" if is_reference(other) else other.implementation
+    return f"{name} {_median(other)}", f"{ours.seconds() / other.seconds():.2f}"
 
 
 def _fastest(rows: Sequence[Row]) -> Row | None:
