@@ -185,9 +185,10 @@ class Finding:
         return found
 
     def peer(self) -> Row | None:
-        """The row of the best peer, if it is still current."""
+        """The row of the best peer in the run, if it is still current."""
         best = self.over_best_peer
-        return next((r for r in self.rows if best and r.implementation == best.peer and r.ok), None)
+        rows = (row for row in self.rows if row.ok and row.run.id == self.run.id)
+        return next((row for row in rows if best and row.implementation == best.peer), None)
 
 
 def is_pytorch(row: Row) -> bool:
