@@ -20,7 +20,7 @@ WAYS = {
 
 EXPLAINED = (
     "CPU time of the calling thread in µs per call, on inputs so small that the GPU is never the bottleneck: median of "
-    "21 rounds of 40 calls, implementations interleaved, in eager mode unless labelled compiled. *Forward and "
+    "{rounds} of 40 calls, implementations interleaved, in eager mode unless labelled compiled. *Forward and "
     "backward* includes waiting for autograd's thread. A *ratio* is this kernel's time divided by the other's."
 )
 
@@ -41,6 +41,12 @@ def groups(records: Records, kernel: str | None = None) -> list[list[Row]]:
     return list(found.values())
 
 
+def _explained(found: Sequence[Sequence[Row]]) -> str:
+    """The text above a table, with the number of rounds, of which a quick bench has fewer."""
+    numbers = [column["n"] for rows in found for row in rows if row.ok and (column := row.column())]
+    return EXPLAINED.format(rounds=md.span((min(numbers), max(numbers)), "rounds") if numbers else "rounds")
+
+
 def section(records: Records, kernel: str) -> list[str]:
     """The table of one kernel: a row per kind of call, a column per implementation. Empty without host rows."""
     found = groups(records, kernel)
@@ -48,7 +54,7 @@ def section(records: Records, kernel: str) -> list[str]:
         return []
     names = list(dict.fromkeys(r.implementation for rows in found for r in sorted(rows, key=lambda r: not r.ours)))
     names = [n for n in names if any(r.implementation == n and r.ok for rows in found for r in rows)]
-    lines = ["## Host time per call", "", EXPLAINED, ""]
+    lines = ["## Host time per call", "", _explained(found), ""]
     table = []
     for rows in found:
         medians = {r.implementation: _median(r) for r in rows if r.ok}
@@ -72,7 +78,7 @@ def overview(records: Records) -> list[str]:
     table = _against_others(records)
     if not table:
         return []
-    return ["## Host time per call", "", EXPLAINED, "", *md.table(("kernel", *HEAD), table), ""]
+    return ["## Host time per call", "", _explained(groups(records)), "", *md.table(("kernel", *HEAD), table), ""]
 
 
 def short(records: Records) -> list[str]:
