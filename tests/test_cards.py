@@ -103,11 +103,27 @@ def test_what_is_doubted_on_either_card_is_marked_and_in_no_mean(tmp_path: Path)
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("undeclared")
+def test_a_peer_that_was_not_captured_is_compared_by_its_cold_time(tmp_path: Path) -> None:
+    """A peer without a time in a graph has one in the column of the page."""
+    here = rows(47.5, 60, headline="graph")
+    lost = row(KERNEL, "wide", "fwd", "liger", [55.0] * 10, cost=COST)
+    lines = bench(KERNEL, {("wide", "fwd"): here})
+    write(tmp_path / "h200" / "records" / f"{KERNEL}.jsonl", [*lines[:-1], {**lost, "run": lines[0]["run"]}, lines[-1]])
+    other = bench(KERNEL, {("wide", "fwd"): rows(55, 60)}, run="h100", gpu=H100, ceilings=H100_CEILINGS)
+    write(tmp_path / "h100" / "records" / f"{KERNEL}.jsonl", other)
+    report.write_cards(tmp_path)
+    assert cells((tmp_path / "cards.md").read_text(), "| wide |")[8] == "1.10× [1.10, 1.10] liger"
+
+
+@pytest.mark.usefixtures("undeclared")
 def test_times_of_different_columns_are_both_cold(tmp_path: Path) -> None:
     """The headline of a short call is that of its graph, whose cold time is 2.5 µs more."""
     here = {("wide", "fwd"): rows(47.5, 60, headline="graph")}
     page = reports(tmp_path, {("wide", "fwd"): rows(55, 60)}, here)
     assert cells(page, "| wide |")[2:5] == ["55.0 µs triton", "50.0 µs triton", "**1.10×**"]
+    # The peers' cold times are 60 and 62.5 µs; in a graph the speed-up on the H200 would be 1.26×.
+    assert cells(page, "| wide |")[7:] == ["1.09× [1.09, 1.09] quack", "1.25× [1.25, 1.25] quack"]
     both = {("wide", "fwd"): rows(25, 60, headline="graph")}
     assert cells(reports(tmp_path / "b", both, here), "| wide |")[2:5] == [
         "25.0 µs (graph) triton", "47.5 µs (graph) triton", "**0.53×**"

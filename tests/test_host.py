@@ -142,6 +142,7 @@ def test_pages_say_what_a_call_costs(measured) -> None:
     assert "quack, forward and backward: **error**, ValueError" in section
     overview = "\n".join(page.overview(records))
     assert overview.count("double |") == 3 and "torch " in overview
+    assert "median of 5 rounds of 40 calls" in overview.replace("\n", " ")  # a quick bench has fewer
     assert page.section(records, "other") == [] and page.overview(record.parse([])) == []
 
 

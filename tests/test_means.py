@@ -10,12 +10,12 @@ import pytest
 
 from harness import record, registry
 from harness.commands import report
-from harness.reporting import aggregates, declared
+from harness.reporting import aggregates, charts, declared, host
 from harness.reporting.aggregates import Group, Mean
 from harness.reporting.findings import findings
 from harness.reporting.roofline_charts import overview
 from harness.spec import Yardstick
-from tests.fake_records import bench, column, row, write
+from tests.fake_records import bench, column, row, with_ratios, write
 
 KERNEL = "rmsnorm"
 COST = {"flops": {"fp32": 1_000_000}, "bytes": 340_000_000}  # 80 µs at the measured 4.25 TB/s
@@ -94,6 +94,21 @@ def test_a_case_counts_by_its_unthrottled_rounds(
         assert mean.values == pytest.approx([1.2, 1.3]) and mean.unthrottled == ("hot",) and not mean.left_out
 
 
+def test_the_fastest_peer_of_the_unthrottled_rounds_counts(tmp_path: Path) -> None:
+    """quack is the fastest over all rounds, since it is faster while the GPU throttles; compile is over the others."""
+    rounds = {"rounds": {"cold": {"sm_mhz": [1500] * 11, "throttled": list(range(6, 11))}}}
+    rows = case("hot", {"triton": 100, "quack": 130, "compile": 130}, clocks=rounds)
+    samples = ([100] * 11, [130, 130, 130.2, 130.4, 130.6, 130.6, *[129] * 5], [130.2] * 6 + [131] * 5)
+    for each, us in zip(rows, samples, strict=True):
+        each["columns"]["cold"] = column(us)
+    (group,) = groups(tmp_path, rows)
+    best = group.found[0].over_best_peer
+    assert best is not None and best.peer == "quack" and best.unthrottled is not None
+    assert best.unthrottled["median"] == pytest.approx(1.303)
+    mean = group.over_best_peer()
+    assert mean.values == pytest.approx([1.302]) and mean.unthrottled == ("hot",)
+
+
 def test_a_failed_peer_marks_its_row_everywhere_and_leaves_no_verdict(tmp_path: Path) -> None:
     lost = case("lost", {"triton": 100, "compile": 2000, "liger": 2100}, {"quack": "error"})
     where = folder(tmp_path, case("plain", PLAIN), lost)
@@ -106,6 +121,40 @@ def test_a_failed_peer_marks_its_row_everywhere_and_leaves_no_verdict(tmp_path: 
     assert "| rmsnorm | fwd | the peer quack failed | 1 | lost |" in index
     assert "20.00× compile ¶" in report.kernel_block(where, KERNEL)
     assert "- quack: **error**, it was error" in (where / f"{KERNEL}-fwd.md").read_text()
+
+
+def test_a_peer_without_the_reported_timing_may_be_the_fastest(tmp_path: Path) -> None:
+    """One that no CUDA graph can capture, beside times in a graph: its cold time may be shorter than that of the peer
+    which is the fastest in a graph."""
+    rows = case("lost", {"triton": 100, "eager": 900, "compile": 140, "liger": 130}, headline="graph")
+    for name in ("eager", "liger"):
+        (found,) = [r for r in rows if r["implementation"] == name]
+        del found["columns"]["graph"]
+    path = tmp_path / "h200" / "records" / f"{KERNEL}.jsonl"
+    timed = [r for r in rows if "graph" in r["columns"]]
+    with_ratios(timed)
+    lines = bench(KERNEL, {("lost", "fwd"): timed})
+    lines[-1:-1] = [r for r in rows if r not in timed]
+    write(path, lines)
+    (finding,) = found = findings(record.load(path))
+    (group,) = aggregates.groups(found)
+    assert [row.implementation for row in finding.untimed] == ["liger"]  # the reference is no peer
+    assert finding.verdict is None
+    assert group.over_best_peer().left_out == {"lost": ("the peer liger has no graph timing",)}
+    report.write(tmp_path / "h200", with_charts=False)
+    index = (tmp_path / "h200" / "README.md").read_text()
+    assert "| fwd | 1 | 0 | 0 | 0 | 1 |" in index and "1.40× [1.40, 1.40] compile ¶" in index
+
+
+def test_pytorch_without_the_reported_timing_is_in_no_mean_over_pytorch(tmp_path: Path) -> None:
+    rows = case("lost", {"triton": 100, "quack": 120}, headline="graph")
+    path = tmp_path / "h200" / "records" / f"{KERNEL}.jsonl"
+    lines = bench(KERNEL, {("lost", "fwd"): rows})
+    for name in ("a", "b"):
+        lines.insert(-1, row(KERNEL, "lost", "fwd", name, exact(130), cost=COST, pytorch=name == "b"))
+    write(path, lines)
+    (group,) = aggregates.groups(findings(record.load(path)))
+    assert group.over_pytorch().left_out == {"lost": ("the peer b has no graph timing",)}
 
 
 def test_neither_the_reference_nor_an_absent_or_unfit_peer_takes_a_row_out(tmp_path: Path) -> None:
@@ -299,6 +348,25 @@ def test_the_overview_shows_no_best_peer_and_no_mean_where_one_failed(tmp_path: 
         assert [t.get_text() for t in figure.axes[0].texts] == (["1.20×"] if points else [])
 
 
+def test_each_implementation_of_a_chart_looks_different(tmp_path: Path) -> None:
+    """A workload has a dozen versions of its own, and ring attention a dozen peers."""
+    times = {f"{kind}-{index}": 100 + index for kind in ("triton", "peer") for index in range(20)}
+    found = findings(record.load(folder(tmp_path, case("plain", times))))
+    looks = charts.looks(found)
+    assert len(looks) == len(times) == len({(look.colour, look.mark) for look in looks.values()})
+
+
+@pytest.mark.parametrize(
+    ("pytorch", "shown"), [(True, "eager 90.0 | 0.11"), (False, "eager (the reference) 90.0 | 0.11")]
+)
+def test_host_time_over_the_reference_is_not_called_pytorch(tmp_path: Path, pytorch: bool, shown: str) -> None:
+    """Where what a PyTorch user would write was not timed, the reference takes its place."""
+    rows = [row(KERNEL, "small", "host-fwd", "triton", exact(10), cost=COST)]
+    rows.append(row(KERNEL, "small", "host-fwd", "eager", exact(90), cost=COST, pytorch=pytorch))
+    path = write(tmp_path / "host.jsonl", bench(KERNEL, {("small", "host-fwd"): rows}))
+    assert f"| {shown} |" in "\n".join(host.overview(record.load(path)))
+
+
 def test_the_caption_names_peers_that_were_not_there(tmp_path: Path) -> None:
     rows = [*case("plain", PLAIN), row(KERNEL, "plain", "fwd", "fa3", reason="fa3 is not installed (no such module)")]
     block = report.readme_block(folder(tmp_path, rows, case("other", PLAIN)))
@@ -314,6 +382,26 @@ def test_a_smaller_configuration_of_a_peer_is_named_with_what_failed(tmp_path: P
     assert "| quack (tiles of 64) | 120 µs |" in page
     assert "- quack ran with tiles of 64; its default failed: OutOfResources: shared memory" in page
     assert mean(tmp_path / "again", rows).values == pytest.approx([1.2])
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_peer_that_was_measured_again_has_no_speed_up_beside_its_new_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compacted: bool
+) -> None:
+    """The speed-up of this kernel is over the peer of its own run, which had that peer."""
+    monkeypatch.setattr(declared, "peers", lambda kernel: ("quack", "compile"))
+    path = tmp_path / "h200" / "records" / f"{KERNEL}.jsonl"
+    old = bench(KERNEL, {("plain", "fwd"): case("plain", PLAIN)}, run="20250101T000000Z-0000")
+    new = bench(KERNEL, {("plain", "fwd"): case("plain", {"quack": 240})}, options={"impl": ["quack"]})
+    write(path, [*old, *new])
+    if compacted:
+        record.compact(path)
+    report.write(tmp_path / "h200", with_charts=False)
+    (row,) = [x for x in (tmp_path / "h200" / f"{KERNEL}-fwd.md").read_text().splitlines() if x.startswith("| quack ◦")]
+    assert row.split(" | ")[1:4] == ["240 µs", "[240, 240] µs", "–"]
+    (finding,) = findings(record.load(path))
+    assert finding.absent == () and finding.over_best_peer is not None and finding.over_best_peer.median == 1.2
+    assert finding.peer() is None  # so that no chart shows the new time as that of the fastest peer in the run
 
 
 def test_a_row_of_another_run_is_marked(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def records(reports: Path, world: int, efficiencies: dict[int, float | None], **
         if median:
             several["efficiency"] = {"median": median, "ci95": [median, median]}
             several["alone"] = {"implementation": "attention", **column([1000 * world * median])}
-            several["model"] = {"us": 980.0, "exposed_us": 0.0, "efficiency": median / 0.98}
+            several["model"] = {"us": 980.0, "exposed_us": 0.0, "efficiency": 0.9999}  # by a T1 and a launch
             several["exposed_us"] = {"median": 10.0, "ci95": [9.0, 11.0]}
         groups[f"s{length}", "fwd"] = [
             row("ring", f"s{length}", "fwd", "triton", [1000.0] * 9, cost=COST, several=several)

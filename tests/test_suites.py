@@ -154,6 +154,16 @@ def test_the_tables_of_memory_are_of_new_records_alone(tmp_path: Path) -> None:
     assert "rmsnorm: device time, µs" in table and "over torch" in table and "error: it broke" in table
 
 
+def test_a_baseline_without_the_reported_timing_is_named(tmp_path: Path) -> None:
+    """A baseline that no CUDA graph can capture, beside a short call, which is timed in one."""
+    groups = {("first", "fwd"): [fake.row("rmsnorm", "first", "fwd", "triton", fake.samples(20), headline="graph")]}
+    lines = fake.bench("rmsnorm", groups)
+    lines.insert(-1, fake.row("rmsnorm", "first", "fwd", "torch", fake.samples(40)))
+    (line,) = suite_summary.summary(SUITE, record.load(fake.write(tmp_path / "a.jsonl", lines)).rows)["rows"]
+    assert (line["latency_us"] is None, line["speedup"]) == (False, None)
+    assert suite_summary.cells(line)[-1] == "torch has no graph timing"
+
+
 def test_a_baseline_of_another_run_is_not_beside_ours(tmp_path: Path) -> None:
     """A suite that was narrowed to one of them, after the whole."""
 

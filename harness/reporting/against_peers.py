@@ -14,8 +14,8 @@ TEXT = (
     "this repository's function runs by default with the fastest peer of the same run. The *speed-up* is the peer's "
     "time divided by the function's: below 1× the peer is faster. *Faster* and *slower* count the cases in which its "
     "95 % confidence interval lies entirely above or below 1, *equal* those in which it contains 1. *Undecided* are "
-    "cases in which a peer failed or was left out of the run, or no peer was measured. Cases in which the GPU "
-    "throttled are counted here, but are excluded from the means."
+    "cases in which a peer failed, lacks the reported timing or was left out of the run, or no peer was measured. "
+    "Cases in which the GPU throttled are counted here, but are excluded from the means."
 )
 HEAD = (
     "kernel", "mode", ">cases", ">faster", ">equal", ">slower", ">undecided",

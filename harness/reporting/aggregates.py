@@ -2,9 +2,9 @@
 
 A mean is over one kernel in one mode and one precision: fp8 cases are not averaged with those in 16 or 32 bits. It is
 geometric. It excludes cases whose figure the harness doubts (`flags.py`), those in which a peer that supports them
-failed, and those that no library supports. A kernel without any library is averaged over torch.compile.
-If the only doubt is that the GPU throttled in some rounds, the ratio over the other rounds counts, provided that its
-interval is as narrow as required of any ratio.
+failed or lacks the reported timing, and those that no library supports. A kernel without any library is averaged over
+torch.compile. If the only doubt is that the GPU throttled in some rounds, the ratio over the other rounds counts,
+provided that its interval is as narrow as required of any ratio.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Group:
         other = any(s.other_library for finding in self.found for s in finding.speedups)
 
         def reasons(finding: Finding, speedup: Speedup | None) -> list[str]:
-            why = _reasons(finding, speedup, finding.failed)
+            why = _reasons(finding, speedup)
             why += [f"the peer {name} was left out of the run" for name in finding.left_out]
             if library and not _library(finding) and not finding.undecided:
                 why.append(NO_LIBRARY)
@@ -86,15 +86,15 @@ class Group:
                 why.append(OVER_COMPILE)
             return why
 
-        return _mean(self.found, lambda finding: finding.over_best_peer, reasons, library)
+        return _mean(self.found, lambda speedup: not speedup.reference, reasons, library)
 
     def over_pytorch(self) -> Mean:
         """The mean over what a PyTorch user would write."""
 
         def reasons(finding: Finding, speedup: Speedup | None) -> list[str]:
-            return _reasons(finding, speedup, [row for row in finding.failed if is_pytorch(row)])
+            return _reasons(finding, speedup, is_pytorch)
 
-        return _mean(self.found, lambda finding: finding.over_pytorch, reasons)
+        return _mean(self.found, lambda speedup: speedup.pytorch, reasons)
 
 
 def groups(found: Sequence[Finding]) -> list[Group]:
@@ -181,28 +181,42 @@ def _over_compile(finding: Finding) -> bool:
     return best is not None and not best.library and not any(s.other_library for s in finding.speedups)
 
 
-def _reasons(finding: Finding, speedup: Speedup | None, failed: Sequence[Row]) -> list[str]:
+def _reasons(finding: Finding, speedup: Speedup | None, counts: Callable[[Row], bool] = lambda row: True) -> list[str]:
+    """The doubts about a speed-up, and the peers among those that count which may be faster than its peer."""
     if finding.best is None:
         return [NOT_MEASURED]
     doubts = [flag.word for flag in flags.of_ratio(finding, speedup)]
-    return list(dict.fromkeys([*doubts, *(f"the peer {row.implementation} failed" for row in failed)]))
+    unknown = [f"the peer {row.implementation} failed" for row in finding.failed if counts(row)]
+    unknown += [
+        f"the peer {row.implementation} has no {finding.column} timing" for row in finding.untimed if counts(row)
+    ]
+    return list(dict.fromkeys([*doubts, *unknown]))
+
+
+def _least(speedups: Sequence[Speedup]) -> Speedup | None:
+    """That over the fastest peer."""
+    return min(speedups, key=lambda speedup: speedup.median, default=None)
 
 
 def _mean(
     found: Sequence[Finding],
-    pick: Callable[[Finding], Speedup | None],
+    counts: Callable[[Speedup], bool],
     reasons: Callable[[Finding, Speedup | None], list[str]],
     library: bool = True,
 ) -> Mean:
+    """The mean over the fastest of the peers that count; in unthrottled rounds another one may be the fastest."""
     values, out, unthrottled = [], {}, []
     for finding in found:
-        speedup = pick(finding)
+        over = [speedup for speedup in finding.speedups if counts(speedup)]
+        speedup = _least(over)
         why = reasons(finding, speedup)
         if speedup is None:
             why = why or [NO_PEER]
-        elif why == [flags.THROTTLED.word] and (rest := speedup.without_throttling) and flags.steady(rest):
-            speedup, why = rest, []
-            unthrottled.append(finding.case)
+        elif why == [flags.THROTTLED.word]:
+            rest = _least([calm for speedup in over if (calm := speedup.without_throttling)])
+            if rest and reasons(finding, rest) == why:
+                speedup, why = rest, []
+                unthrottled.append(finding.case)
         if why or speedup is None:
             out[finding.case] = tuple(why)
         else:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .. import roofline
 from . import aggregates, flags, pages
 from . import markdown as md
 from .entries import Row, Run
-from .findings import Finding, cost_of, geometric_mean
+from .findings import Finding, cost_of, geometric_mean, in_column
 
 STEM = "cards"
 LINK_TEXT = "compares the GPU models case by case."
@@ -26,9 +26,10 @@ TEXT = (
     "Each row compares what this repository's function runs by default on the two GPUs; the *ratio* is the time on the "
     "first GPU divided by the time on the second. The times are medians of different runs, so there is no confidence "
     "interval, and the code and versions may differ (see *Environments*). Times are with a cold L2, or marked "
-    "*(graph)* if both GPUs were timed in a CUDA graph. *% of roofline* is relative to each GPU's own measured peak "
-    "rates. Speed-ups are over the fastest peer, that is, the fastest other implementation of the operation, of the "
-    "same run on the same GPU. They are not comparable if the peers differ, so each peer is named."
+    "*(graph)* if both GPUs were timed in a CUDA graph; the speed-ups of a row refer to the same timing. *% of "
+    "roofline* is relative to each GPU's own measured peak rates. Speed-ups are over the fastest peer, that is, the "
+    "fastest other implementation of the operation, of the same run on the same GPU. They are not comparable if the "
+    "peers differ, so each peer is named."
 )
 MEANS = (
     "Geometric means of the ratio, per kernel and mode, with separate means for fp8. They include the cases that were "
@@ -142,10 +143,9 @@ def _declared(finding: Finding) -> tuple[Any, ...]:
 
 def _in_one_column(a: Finding, b: Finding) -> Both | None:
     """The case in a column that both cards have; None if there is none."""
-    if a.column != b.column:
-        a, b = replace(a, column=COLD), replace(b, column=COLD)
-    found = Both(a, b)
-    return found if all(row.column(f.column) for f, row in zip((a, b), found.rows, strict=True)) else None
+    sides = [a, b] if a.column == b.column else [f if f.column == COLD else in_column(f, COLD) for f in (a, b)]
+    found = Both(*sides)
+    return found if all(row.column(f.column) for f, row in zip(sides, found.rows, strict=True)) else None
 
 
 def _table(first: Card, second: Card, both: Sequence[Both]) -> list[str]:

@@ -72,7 +72,14 @@ class Look:
     hollow: bool = False
 
 
-OURS = (Look(BLUE, "o", 8.5), Look("#56B4E9", "D", 5.8), Look("#004C77", "h", 6.8), Look("#7FA9D9", "8", 6.8))
+BLUES = (BLUE, "#56B4E9", "#004C77", "#7FA9D9")
+OURS: tuple[Look, ...] = (
+    Look(BLUE, "o", 8.5),
+    Look("#56B4E9", "D", 5.8),
+    Look("#004C77", "h", 6.8),
+    Look("#7FA9D9", "8", 6.8),
+)
+OURS += tuple(Look(colour, mark, 7.0) for mark in ("d", "p", "*", "P", "X", "^") for colour in BLUES)
 PEERS = tuple(
     Look(colour, mark, size)
     for colour, mark, size in (
@@ -80,6 +87,9 @@ PEERS = tuple(
         (PURPLE, "<", 6.8), (OLIVE, ">", 6.8), (INK, "*", 8.0), (ORANGE, "p", 6.8), (GREEN, "s", 5.6),
     )
 )  # fmt: skip
+PEERS += tuple(
+    Look(colour, mark, 6.8) for mark in ("d", "D", "H") for colour in (ORANGE, GREEN, PINK, BROWN, PURPLE, OLIVE, GREY)
+)
 YARDSTICKS = tuple(Look(INK, mark, size, hollow=True) for mark, size in (("o", 5.6), ("s", 5.2), ("D", 5.0)))
 
 
@@ -209,7 +219,12 @@ def _margin(axes: Axes, shown: Sequence[Finding]) -> None:
         write(at, 46, microseconds(finding.best.seconds(finding.column)), ha="right")
         if speedup := finding.over_best_peer:
             write(at, 53, times(speedup.median), fontweight="bold")
-            write(at, 92, speedup.peer + (" ¶" if finding.failed else "") + (" ◊" if finding.absent else ""), **faint)
+            write(
+                at,
+                92,
+                speedup.peer + (" ¶" if finding.failed or finding.untimed else "") + (" ◊" if finding.absent else ""),
+                **faint,
+            )
 
 
 def _legend(figure: Figure, shown: Sequence[Finding], looks: dict[str, Look]) -> None:

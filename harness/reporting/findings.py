@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..compaction import ratio_over
 from ..roofline import HOST, LINK, MEMORY, Ceilings, Cost, floor_seconds, percent_of_roofline, rate_of
 from . import declared
 from .entries import Records, Row, Run
@@ -71,8 +72,9 @@ class Speedup:
 class Finding:
     """One case and mode of one kernel. `best` is ours: the default version ("auto") or, if that was not measured in the
     run, the fastest version that was; None if none was.
-    `failed` are the peers that should have run with it and failed, except the reference. `absent` are peers that are
-    declared for the kernel now but were not in the run, which was of `chosen` implementations or is older."""
+    `failed` are the peers that should have run with it and failed, except the reference, and `untimed` those that ran
+    but have no time in `column`, e.g. since a CUDA graph cannot capture them. `absent` are peers that are declared for
+    the kernel now but were not in the run, which was of `chosen` implementations or is older."""
 
     kernel: str
     case: str
@@ -82,6 +84,7 @@ class Finding:
     column: str
     speedups: tuple[Speedup, ...]
     failed: tuple[Row, ...] = ()
+    untimed: tuple[Row, ...] = ()
     absent: tuple[str, ...] = ()
     chosen: bool = False
 
@@ -93,7 +96,7 @@ class Finding:
     @property
     def undecided(self) -> bool:
         """Whether the best peer is unknown."""
-        return bool(self.failed or self.left_out)
+        return bool(self.failed or self.untimed or self.left_out)
 
     @property
     def run(self) -> Run:
@@ -141,7 +144,7 @@ class Finding:
 
     @property
     def verdict(self) -> str | None:
-        """The verdict; None if a peer failed or was left out, since it may be the best."""
+        """The verdict; None if a peer failed, lacks this column or was left out, since it may be the best."""
         best = None if self.undecided else self.over_best_peer
         return verdict(best.median) if best else None
 
@@ -182,9 +185,10 @@ class Finding:
         return found
 
     def peer(self) -> Row | None:
-        """The row of the best peer, if it is still current."""
+        """The row of the best peer in the run, if it is still current."""
         best = self.over_best_peer
-        return next((r for r in self.rows if best and r.implementation == best.peer and r.ok), None)
+        rows = (row for row in self.rows if row.ok and row.run.id == self.run.id)
+        return next((row for row in rows if best and row.implementation == best.peer), None)
 
 
 def is_pytorch(row: Row) -> bool:
@@ -246,18 +250,23 @@ def _finding(records: Records, rows: Sequence[Row]) -> Finding:
     ordered = sorted(rows, key=lambda row: not row.ours)
     siblings = {row.implementation: row for row in records.siblings(best)} if best else {}
     failed = tuple(row for row in siblings.values() if _is_peer(row) and row.status in FAILED)
+    untimed = tuple(
+        row for row in siblings.values() if _is_peer(row) and row.status == "ok" and row.column(column) is None
+    )
     speedups = tuple(_speedups(records, best, siblings))
     absent, chosen = (_absent(records, best, siblings), bool(best.run.options.get("impl"))) if best else ((), False)
-    return Finding(kernel, case, mode, tuple(ordered), best, column, speedups, failed, absent, chosen)
+    return Finding(kernel, case, mode, tuple(ordered), best, column, speedups, failed, untimed, absent, chosen)
 
 
 def _absent(records: Records, best: Row, siblings: Mapping[str, Row]) -> tuple[str, ...]:
-    """Peers that are declared now and have no row in the run. Those that do not support the case are left out: some run
-    has skipped them, or it uses several GPUs and they are made from the reference, which uses one."""
+    """Peers that are declared now and have neither a row nor a ratio of the run: compaction drops the row of one that
+    was measured again later. Those that do not support the case are left out: some run has skipped them, or it uses
+    several GPUs and they are made from the reference, which uses one."""
     rows = (row for row in (*records.rows, *records.superseded) if row.group == best.group)
     none = {row.implementation for row in rows if row.status == "skipped"}
     none |= set(declared.FROM_REFERENCE.values()) if best.run.world_size > 1 else set()
-    return tuple(name for name in declared.peers(best.kernel) if name not in siblings and name not in none)
+    known = {*siblings, *best.get("ratios", {}), *none}
+    return tuple(name for name in declared.peers(best.kernel) if name not in known)
 
 
 def _speedups(records: Records, best: Row | None, siblings: Mapping[str, Row]) -> list[Speedup]:
@@ -274,6 +283,23 @@ def _speedups(records: Records, best: Row | None, siblings: Mapping[str, Row]) -
             row = sibling or latest.get(name)
             found.append(Speedup(name, ratio["median"], ends[0], ends[1], row, ratio.get("unthrottled")))
     return found
+
+
+def in_column(finding: Finding, column: str) -> Finding:
+    """The same finding in another column that was measured, with the speed-ups in that column, from the samples of the
+    same run."""
+    best = finding.best
+    assert best is not None
+    rows = {s.peer: s.row for s in finding.speedups} | {row.implementation: row for row in finding.untimed}
+    mine = {**best.data, "headline": column}
+    found = []
+    for name, row in rows.items():
+        ratio = ratio_over(mine, row.data) if row is not None and row.run.id == best.run.id else None
+        if ratio and (ends := _interval(ratio)):
+            found.append(Speedup(name, ratio["median"], ends[0], ends[1], row, ratio.get("unthrottled")))
+    timed = {speedup.peer for speedup in found}
+    untimed = tuple(row for name, row in rows.items() if row is not None and _is_peer(row) and name not in timed)
+    return replace(finding, column=column, speedups=tuple(found), untimed=untimed)
 
 
 def _interval(ratio: dict[str, Any]) -> tuple[float, ...]:

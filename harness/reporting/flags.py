@@ -65,8 +65,8 @@ WARNED = Flag("§", "a warning by the harness", "The harness warns about this ro
 FAILED = Flag(
     "¶",
     "a peer failed",
-    "A peer that supports this case failed, so the peer shown may not be the fastest; the page of the mode names the "
-    "failed peer and the reason.",
+    "A peer that supports this case failed or lacks the reported timing, so the peer shown may not be the fastest; the "
+    "page of the mode names that peer and the reason.",
 )
 ABSENT = Flag(
     "◊",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from . import markdown as md
 from .entries import HOST, HOST_COMPILED, Records, Row
-from .findings import EAGER, is_pytorch
+from .findings import EAGER, is_pytorch, is_reference
 
 # PyTorch's own implementations, and those made from the reference.
 NOT_LIBRARIES = ("eager", "compile", "compile-max", "foreach", "sdpa-flash", "cudnn", "flex", "flex-flash")
@@ -20,7 +20,7 @@ WAYS = {
 
 EXPLAINED = (
     "CPU time of the calling thread in µs per call, on inputs so small that the GPU is never the bottleneck: median of "
-    "21 rounds of 40 calls, implementations interleaved, in eager mode unless labelled compiled. *Forward and "
+    "{rounds} of 40 calls, implementations interleaved, in eager mode unless labelled compiled. *Forward and "
     "backward* includes waiting for autograd's thread. A *ratio* is this kernel's time divided by the other's."
 )
 
@@ -41,6 +41,12 @@ def groups(records: Records, kernel: str | None = None) -> list[list[Row]]:
     return list(found.values())
 
 
+def _explained(found: Sequence[Sequence[Row]]) -> str:
+    """The text above a table, with the number of rounds, of which a quick bench has fewer."""
+    numbers = [column["n"] for rows in found for row in rows if row.ok and (column := row.column())]
+    return EXPLAINED.format(rounds=md.span((min(numbers), max(numbers)), "rounds") if numbers else "rounds")
+
+
 def section(records: Records, kernel: str) -> list[str]:
     """The table of one kernel: a row per kind of call, a column per implementation. Empty without host rows."""
     found = groups(records, kernel)
@@ -48,7 +54,7 @@ def section(records: Records, kernel: str) -> list[str]:
         return []
     names = list(dict.fromkeys(r.implementation for rows in found for r in sorted(rows, key=lambda r: not r.ours)))
     names = [n for n in names if any(r.implementation == n and r.ok for rows in found for r in rows)]
-    lines = ["## Host time per call", "", EXPLAINED, ""]
+    lines = ["## Host time per call", "", _explained(found), ""]
     table = []
     for rows in found:
         medians = {r.implementation: _median(r) for r in rows if r.ok}
@@ -67,11 +73,12 @@ def section(records: Records, kernel: str) -> list[str]:
 
 
 def overview(records: Records) -> list[str]:
-    """The table of all kernels: our best against PyTorch and the fastest library. Empty without host rows."""
+    """The table of all kernels: our best against PyTorch, or else the reference, and the fastest library. Empty without
+    host rows."""
     table = _against_others(records)
     if not table:
         return []
-    return ["## Host time per call", "", EXPLAINED, "", *md.table(("kernel", *HEAD), table), ""]
+    return ["## Host time per call", "", _explained(groups(records)), "", *md.table(("kernel", *HEAD), table), ""]
 
 
 def short(records: Records) -> list[str]:
@@ -112,7 +119,8 @@ def _against(ours: Row, other: Row | None) -> tuple[str | None, str | None]:
     """The other's time, and ours relative to it."""
     if other is None:
         return None, None
-    return f"{other.implementation} {_median(other)}", f"{ours.seconds() / other.seconds():.2f}"
+    name = f"{other.implementation} (the reference)" if is_reference(other) else other.implementation
+    return f"{name} {_median(other)}", f"{ours.seconds() / other.seconds():.2f}"
 
 
 def _fastest(rows: Sequence[Row]) -> Row | None:

@@ -168,7 +168,8 @@ def _result(finding: Finding, row: Row, notes: set[str]) -> list[object]:
     if seconds is None or column is None:
         return [name, f"no {finding.column} timing", *[None] * 9]
     error = row.get("error", {})
-    faster = next((s for s in finding.speedups if s.peer == row.implementation), None)
+    paired = finding.best is not None and row.run.id == finding.best.run.id
+    faster = next((s for s in finding.speedups if paired and s.peer == row.implementation), None)
     return [
         name,
         roofline.microseconds(seconds),

@@ -50,17 +50,18 @@ def _local_us(row: Row) -> float:
     return row.get("several", {}).get("local_median_us") or 0.0
 
 
-def _uncompressed_speed(finding: Finding, plain: Mapping[str, Any]) -> float | None:
-    """Bytes per second and direction of the exchange without compression."""
+def _uncompressed_speed(finding: Finding, compressed: Row) -> float | None:
+    """Bytes per second and direction of the exchange without compression in the same run."""
+    plain = _plain(compressed)
     for row in finding.rows:
-        if row.implementation == plain["implementation"] and row.ok:
+        if row.implementation == plain["implementation"] and row.ok and row.run.id == compressed.run.id:
             return plain["link_bytes"] / row.seconds()
     return None
 
 
 def _cells(finding: Finding, row: Row) -> list[object]:
     plain, speed = _plain(row), break_even(row)
-    link = _uncompressed_speed(finding, plain)
+    link = _uncompressed_speed(finding, row)
     ratio = row.get("ratios", {}).get(plain["implementation"])
     over = f"{md.times(ratio['median'], ratio['ci95'])} {plain['implementation']}" if ratio else None
     return [

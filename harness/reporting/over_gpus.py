@@ -14,6 +14,7 @@ from . import pages
 from .charts import BLUE, BROWN, GREEN, GREY, GRID, MEASURED_LINE, ORANGE, PINK, PURPLE, STYLE, WIDTH
 from .entries import Row
 from .findings import Finding
+from .several import predicted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,14 +106,14 @@ def page(found: Sequence[Panel], charts: bool) -> list[str]:
 
 
 def _cells(row: Row) -> tuple[object, ...]:
-    several, seconds = row["several"], row.seconds()
+    several, seconds, by_model = row["several"], row.seconds(), predicted(row)
     alone, efficiency, model, exposed = (several.get(n) for n in ("alone", "efficiency", "model", "exposed_us"))
     once = ", once" if alone and alone["n"] == 1 else ""
     return (
         roofline.microseconds(seconds),
         roofline.microseconds(alone["median_us"] * 1e-6) + once if alone else None,
         f"{100 * efficiency['median']:.1f} %" if efficiency else None,
-        f"{100 * model['efficiency']:.1f} %" if model else None,
+        md.percent(100 * by_model) if by_model else None,
         f"{100 * (model['us'] * 1e-6 / seconds - 1):+.1f} %" if model else None,
         f"{1e-4 * exposed['median'] / seconds:.1f} %" if exposed else None,
     )
@@ -163,9 +164,7 @@ def _draw(axes: Axes, name: str, of: Mapping[int, Mapping[int, Row]], colours: M
     numbers = sorted({gpus for rows in of.values() for gpus in rows})
     for length, rows in of.items():
         points = [(gpus, 100 * row["several"]["efficiency"]["median"]) for gpus, row in rows.items()]
-        models = [
-            (n, 100 * row["several"]["model"]["efficiency"]) for n, row in rows.items() if row["several"].get("model")
-        ]
+        models = [(n, 100 * share) for n, row in rows.items() if (share := predicted(row))]
         axes.plot(*zip(*points, strict=True), color=colours[length], marker="o", ms=6, lw=1.6, zorder=3)
         if models:
             line: Any = dict(color=colours[length], marker="o", mfc="white", ms=4.5, lw=1.0, ls="--", zorder=2)

@@ -38,16 +38,17 @@ SUMMARY = (
     "- **% of roofline**: the roofline's lower bound on the time divided by the latency, at the peak rates measured on "
     "this GPU and at those of the datasheet.",
     "- **Verdict**, by the median speed-up over the fastest peer, whatever its confidence interval: *excellent* > "
-    "1.5×, *good* ≥ 1.2×, *measured* ≥ 1×, *investigate* < 1×; none if a peer failed or was left out of the run. A "
-    "kernel at the roofline cannot be much faster than a peer that also reaches it, so read the verdict together with "
-    "the percentage.",
+    "1.5×, *good* ≥ 1.2×, *measured* ≥ 1×, *investigate* < 1×; none if a peer failed, lacks the reported timing or was "
+    "left out of the run. A kernel at the roofline cannot be much faster than a peer that also reaches it, so read the "
+    "verdict together with the percentage.",
 )
 
 MEANS = (
     "Geometric means, per kernel and mode; cases computed in fp8 have separate means. Excluded are cases with a "
-    "doubtful measurement, cases in which a peer that supports them failed or was left out of the run, and cases that "
-    "no library supports, if a library supports another case of the kernel. If the GPU throttled in some of the "
-    "rounds, the speed-up over the other rounds is used, provided that its confidence interval is narrow enough."
+    "doubtful measurement, cases in which a peer that supports them failed, lacks the reported timing or was left out "
+    "of the run, and cases that no library supports, if a library supports another case of the kernel. If the GPU "
+    "throttled in some of the rounds, the speed-up over the other rounds is used, provided that its confidence "
+    "interval is narrow enough."
 )
 
 SUMMARY_HEAD = (
@@ -148,8 +149,10 @@ def marks(finding: Finding, row: Row, notes: set[str]) -> str:
 
 
 def failed(finding: Finding, notes: set[str]) -> str:
-    """The marks of a case in which a peer that supports it failed, or was not in the run."""
-    return _signs([flags.FAILED if finding.failed else None, flags.ABSENT if finding.absent else None], notes)
+    """The marks of a case in which a peer that supports it failed, lacks the timing, or was not in the run."""
+    return _signs(
+        [flags.FAILED if finding.failed or finding.untimed else None, flags.ABSENT if finding.absent else None], notes
+    )
 
 
 def _signs(found: Iterable[flags.Flag | None], notes: set[str]) -> str:

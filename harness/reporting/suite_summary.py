@@ -66,6 +66,8 @@ def _line(row: Row, baseline: Row | None, part: Part) -> Line:
     column = row.column() or {}
     seconds = row.seconds() if row.ok else None
     theirs = baseline.column(row.headline) if baseline is not None and baseline.ok else None
+    if baseline is not None and row.ok and status == "ok" and theirs is None:
+        status = f"has no {row.headline} timing"
     peaks = row.get("peak_memory_bytes"), baseline.get("peak_memory_bytes") if baseline is not None else None
     cost = roofline.Cost.from_record(row["cost"])
     return {

@@ -105,8 +105,8 @@ def chart(kernel: str, gpu: str, document: Mapping[str, Any]) -> Figure:
     import matplotlib
     from matplotlib.figure import Figure
 
-    curves = {kind: curve(of) for kind, of in document["results"].items()}
-    plain = document.get("plain", PLAIN)
+    results, plain = document["results"], document.get("plain", PLAIN)
+    curves = {kind: curve(of) for kind, of in results.items()}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
         left, right = figure.subplots(1, 2)
@@ -114,7 +114,8 @@ def chart(kernel: str, gpu: str, document: Mapping[str, Any]) -> Figure:
             steps, losses = zip(*points, strict=True)
             left.plot(steps, losses, color=colour, lw=1.4, label=kind)
             if kind == plain or kind not in _alone(document):
-                right.plot(steps, _beside(losses, curves[plain]), color=colour, lw=1.4)
+                alike = curve({seed: results[plain][seed] for seed in results[kind]})  # a kind may have fewer seeds
+                right.plot(steps, _beside(losses, alike), color=colour, lw=1.4)
         for name, loss in document.get("bounds", {}).items():
             left.axhline(loss, color="black", lw=1, ls="--", label=name)
         for axes, title in ((left, "loss"), (right, f"loss minus that of {plain}")):
