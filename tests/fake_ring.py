@@ -133,3 +133,32 @@ SPEC = KernelSpec(
 def spec() -> KernelSpec:
     """What a rank calls to have the SPEC: functions are pickled by their names."""
     return SPEC
+
+
+def _halved(x: torch.Tensor) -> torch.Tensor:
+    """In place. It fails on data that an earlier call has updated."""
+    if not bool((x == 1).all()):
+        raise ValueError("x was not restored")
+    return x.div_(2)
+
+
+def in_place() -> KernelSpec:
+    """A SPEC of an in-place op for two ranks, with a baseline that shares its data."""
+    return KernelSpec(
+        name="fake_in_place",
+        implementations={"half": _halved},
+        reference=lambda x: x / 2,
+        make_inputs=lambda case, device, generator: {"x": torch.ones(8, device=device)},
+        cost=lambda case, mode: Cost(8, 64),
+        cases=(Case("eight", dict(length=8), torch.float32, bench=True, mutates=("x",), world_size=2),),
+        grads=(),
+        unit="values",
+        items=lambda case: 8,
+        fuzz={},
+        baselines=(Peer("other", load=lambda: _halved),),
+        modes=("fwd",),
+        sharding=Sharding(
+            make_shard=lambda case, rank, device, generator: {"x": torch.ones(8, device=device)},
+            alone={"half": _halved},
+        ),
+    )

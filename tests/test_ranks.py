@@ -283,6 +283,18 @@ def test_a_pass_for_profilers_has_a_range_for_all_that_the_bench_times(tmp_path:
     assert ranges == {f"fake_ring.fwd.short.{name}" for name in ("ring", "ring#again", "ring#local", "#alone")}
 
 
+def test_what_is_updated_in_place_is_restored_before_each_call(tmp_path: Path) -> None:
+    path, names = tmp_path / "fake_in_place.jsonl", ("half", "other")
+    groups = (("eight", "fwd"),)
+    orders = session.Orders(fake_ring.in_place, record.new_run_id(), path, groups, names, budget=BUDGET)
+    launch(2, session.bench, orders, device="cpu", timeout=TIMEOUT)
+    rows = record.load(path).rows
+    assert [(r.implementation, r.status, r.column()["n"]) for r in rows] == [("half", "ok", 5), ("other", "ok", 5)]
+    assert rows[0].get("several")["efficiency"]
+    traced = launch(2, session.mark, replace(orders, run_id=""), None, device="cpu", timeout=TIMEOUT)[0]
+    assert [status for _, status, _ in traced] == ["ok", "ok"]
+
+
 @pytest.mark.parametrize("command_name", ["bench", "profile", "calibrate"])
 def test_fewer_gpus_than_asked_for_are_an_error(command_name: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

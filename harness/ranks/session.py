@@ -145,6 +145,7 @@ def mark(me: Rank, orders: Orders, traces: Path | None) -> list[tuple[str, str, 
         with profile(activities=kinds) if traces and contenders else nullcontext() as profiler:
             for contender in contenders:
                 name = nvtx.range_name(spec.name, mode, case, contender.name)
+                contender.restore()
                 session.clock.meet()
                 with nvtx.range(name), record_function(name):
                     if contender.run is not None:
