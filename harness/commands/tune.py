@@ -236,7 +236,7 @@ def new_clock(device: torch.device) -> timing.Clock:
 def input_sets(spec: KernelSpec, case: Case, mode: str, clock: timing.Clock) -> int:
     """How many sets of inputs to rotate through, as in the bench."""
     free = torch.cuda.mem_get_info(clock.device)[0]
-    return timing.input_sets(spec.cost(case, mode).bytes, clock.l2_bytes, free)
+    return timing.input_sets(spec.cost(case, mode).bytes, clock.l2_bytes, free, bool(case.mutates))
 
 
 def median_times(

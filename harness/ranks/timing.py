@@ -1,7 +1,7 @@
 """Time of a collective call: the longest of the ranks' own times.
 
-Every rank runs the contenders in the same random order. Before each sample, outside the timed interval, the inputs that
-are updated in place are restored, L2 is flushed and all ranks synchronise; their times are exchanged after a whole round.
+Every rank runs the contenders in the same random order. Before each sample, outside the timed interval, inputs that
+are updated in place are restored, L2 is flushed and all ranks synchronise. Times are exchanged after a whole round.
 
 cold    on GPUs. CUDA events around the call, on each rank. The ranks synchronise on the device: an all-reduce of one
         element is queued before the first event, so that the events of all ranks begin within microseconds of each
