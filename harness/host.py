@@ -119,8 +119,8 @@ def _group(
             ready += again
             break
         except host.Failed as failed:  # in a call that is not its first
-            name, error = failed.name.removesuffix(AA), failed.error
-            done[name] = row(name, "error", f"{type(error).__name__}: {execute.first_line(error)}")
+            name, why = failed.name.removesuffix(AA), failed.error
+            done[name] = row(name, "error", f"{type(why).__name__}: {execute.first_line(why)}")
             ready = [contender for contender in ready if contender.name != name]
     samples = {contender.name: contender.samples_us for contender in ready}
     for contender in ready:
