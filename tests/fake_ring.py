@@ -142,11 +142,15 @@ def _halved(x: torch.Tensor) -> torch.Tensor:
     return x.div_(2)
 
 
+def _off(x: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("never")
+
+
 def in_place() -> KernelSpec:
     """A SPEC of an in-place op for two ranks, with a baseline that shares its data."""
     return KernelSpec(
         name="fake_in_place",
-        implementations={"half": _halved},
+        implementations={"absent": _off, "half": _halved},
         reference=lambda x: x / 2,
         make_inputs=lambda case, device, generator: {"x": torch.ones(8, device=device)},
         cost=lambda case, mode: Cost(8, 64),

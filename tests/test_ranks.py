@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import cli, environment, execute, options, record, registry
+from harness import cli, environment, execute, options, record, registry, roofline
 from harness.commands import bench, report
 from harness.measure.timing import Budget
 from harness.ranks import command, heartbeat, links, session, timing
@@ -290,7 +290,7 @@ def test_what_is_updated_in_place_is_restored_before_each_call(tmp_path: Path) -
     launch(2, session.bench, orders, device="cpu", timeout=TIMEOUT)
     rows = record.load(path).rows
     assert [(r.implementation, r.status, r.column()["n"]) for r in rows] == [("half", "ok", 5), ("other", "ok", 5)]
-    assert rows[0].get("several")["efficiency"]
+    assert rows[0].get("several")["efficiency"] and rows[0].get("noise"), "the A/A pair is of the first that is timed"
     traced = launch(2, session.mark, replace(orders, run_id=""), None, device="cpu", timeout=TIMEOUT)[0]
     assert [status for _, status, _ in traced] == ["ok", "ok"]
 
@@ -320,6 +320,22 @@ def test_ranks_with_other_variables_are_started_apart() -> None:
         (): ["short", "slow"],
         (("NCCL_P2P_DISABLE", "1"),): ["long"],
     }
+
+
+def test_peak_rates_are_those_of_the_slowest_card_and_limits_those_of_the_fastest(monkeypatch) -> None:
+    def card(factor: float) -> dict[str, Any]:
+        return dict.fromkeys(roofline.BANDWIDTHS, factor * 4000000000000.0) | {"flops": {"bf16": factor * 8e14}}
+
+    monkeypatch.setattr(session, "gathered", lambda mine, me: [card(1.0), card(0.9), card(1.1)])
+    monkeypatch.setattr(session.calibrate, "measure", lambda device: card(1.0))
+    monkeypatch.setattr(session.links, "measure", lambda me: {"link": 4e11, "links": {}})
+    monkeypatch.setattr(environment, "gpu", lambda device: {"key": None})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
+    found: Any = SimpleNamespace(me=SimpleNamespace(beat=SimpleNamespace(step=lambda _: None), device=None))
+    session.Session._calibrate(found)
+    assert found.measured["flops"] == {"bf16": pytest.approx(7.2e14)}
+    assert found.ceilings.bandwidth == pytest.approx(3.6e12)
+    assert (found.limits.bandwidth, found.limits.flops["bf16"]) == pytest.approx((4.4e12, 8.8e14))
 
 
 def test_a_case_of_several_gpus_is_left_out_where_a_command_is_one_process() -> None:

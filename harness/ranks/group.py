@@ -53,6 +53,7 @@ class Group:
         self.done: dict[str, dict[str, Any]] = {}
         self.warnings: dict[str, list[str]] = {}
         self.outside: dict[str, list[int]] = {}  # bytes by rank that are not from PyTorch's allocator
+        self.paired = False  # whether there is an A/A pair: of the first of ours that can be timed
         self.unmeasured: dict[str, str] = {}  # why there is no T1, or no time without transfers
 
     def rows(self) -> Rows:
@@ -139,7 +140,8 @@ class Group:
             return [Contender(name, run, once=True, restore=restore)]
         found = [self._together(lambda: self._called(name, fn, shard, restore), f"{name}: first call")]
         self.outside[name] = gathered(max(0, self._used() - used), self.me)
-        if name == next(iter(self.spec.implementations)) and not self._long():
+        if name in self.spec.implementations and not self.paired and not self._long():
+            self.paired = True
             found.append(self._together(lambda: self._called(name + AA, fn, shard, restore), f"{name}: again"))
         if local and not self._long(NO_LOCAL):
             try:
