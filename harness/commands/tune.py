@@ -30,6 +30,7 @@ from ..on_gpu import Place, place
 from ..reporting import choices, rows_json, tables
 from ..reporting.choices import SCHEMA
 from ..spec import Case, KernelSpec, Tunable
+from ..timed_data import timed_data
 from ..tuned import encode, judge
 
 SEED = 20261121
@@ -131,7 +132,8 @@ def search(spec: KernelSpec, tunable: Tunable, case: Case, device: torch.device,
     configs = [picked, *(config for config in tunable.candidates(case) if config != picked)]
     reasons = {i: reason for i, c in enumerate(configs) if i and (reason := _unfit(bind(c, compared), expected))}
     del expected
-    medians, column = _timed([bind(c) for c in configs], reasons, sets, clock)
+    data = timed_data(case, tunable.mode, inputs, grads, generator)
+    medians, column = _timed([bind(c) for c in configs], reasons, sets, clock, data)
     return {
         "kernel": spec.name,
         "mode": tunable.mode,
@@ -206,7 +208,11 @@ def _agree(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def _timed(
-    binds: Sequence[Callable[[int], execute.Run]], reasons: dict[int, str], sets: int, clock: Any
+    binds: Sequence[Callable[[int], execute.Run]],
+    reasons: dict[int, str],
+    sets: int,
+    clock: Any,
+    data: timing.Data,
 ) -> tuple[dict[int, float], str]:
     """Medians in µs by index, scaled to the picked one's (index 0), and their column. Adds to `reasons`."""
     left = [i for i in range(1, len(binds)) if i not in reasons]
@@ -215,7 +221,7 @@ def _timed(
     column: str | None = None  # that of the first group, for all: columns cannot be compared
     for group in groups:
         while True:
-            medians, used, failed = median_times(clock, {i: binds[i] for i in (0, *group)}, sets, column)
+            medians, used, failed = median_times(clock, {i: binds[i] for i in (0, *group)}, sets, data, column)
             if failed is None:
                 break
             index, reason = failed
@@ -243,13 +249,17 @@ def input_sets(spec: KernelSpec, case: Case, mode: str, clock: timing.Clock) -> 
 
 
 def median_times(
-    clock: timing.Clock, binds: Mapping[int, Callable[[int], execute.Run]], sets: int, column: str | None = None
+    clock: timing.Clock,
+    binds: Mapping[int, Callable[[int], execute.Run]],
+    sets: int,
+    data: timing.Data,
+    column: str | None = None,
 ) -> tuple[dict[int, float], str, tuple[int, str] | None]:
     """Medians in µs of `column` (by default the bench's headline), its name, and the candidate that failed with its
     reason, if any; without a CUDA graph where that is the column, it failed."""
     contenders = [timing.Contender(str(index), bind) for index, bind in binds.items()]
     try:
-        measurement = clock.measure(contenders, {None: "auto", "graph": "graph"}.get(column, "events"), sets)
+        measurement = clock.measure(contenders, {None: "auto", "graph": "graph"}.get(column, "events"), sets, data)
     except timing.ContenderFailed as failed:
         return {}, "", (int(failed.name), f"{type(failed.error).__name__}: {str(failed.error)[:200]}")
     column = column or measurement.headline("0")
