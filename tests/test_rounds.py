@@ -139,6 +139,20 @@ def test_a_graph_is_divided_by_the_calls_in_it(machine, monkeypatch):
     assert machine.log == [*order_of("ab", 0), *order_of("ab", 1)]
 
 
+def test_what_cannot_be_captured_has_a_warning_and_the_others_a_graph(machine, monkeypatch):
+    def captured(contender, sets, pool):
+        if contender.name == "b":
+            raise TypeError("a capture has no shape")
+        return SimpleNamespace(replay=machine.launch("a", 4.0)), []
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    clock, result = clock_of(machine, rounds=2), Measurement(warnings={"a": [], "b": []})
+    monkeypatch.setattr(clock, "_capture", captured)
+    contenders = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
+    assert clock._graphs(contenders, sets=4, data=Data(), result=result).samples == {"a": [1000.0, 1000.0]}
+    assert result.warnings == {"a": [], "b": ["no CUDA graph: a capture has no shape"]}
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_sets_of_a_graph_are_larger_than_twice_the_l2(in_place):
     """An in-place update of n bytes moves 2n: they are read and written."""

@@ -345,7 +345,7 @@ class Clock:
         for contender in contenders:
             try:
                 graphs[contender.name] = self._capture(contender, sets, pool)
-            except RuntimeError as error:
+            except Exception as error:  # a peer may raise anything while it is captured
                 result.warnings[contender.name].append(f"no CUDA graph: {first_line(error)}")
         names = list(graphs)
 
