@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -151,6 +151,19 @@ def test_what_cannot_be_captured_has_a_warning_and_the_others_a_graph(machine, m
     contenders = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
     assert clock._graphs(contenders, sets=4, data=Data(), result=result).samples == {"a": [1000.0, 1000.0]}
     assert result.warnings == {"a": [], "b": ["no CUDA graph: a capture has no shape"]}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError])
+def test_what_cannot_be_captured_has_no_sustained_time(machine, monkeypatch, error):
+    def run():
+        raise error("not while capturing")
+
+    clock = clock_of(machine, rounds=1)
+    clock.stream = nullcontext
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr("harness.measure.timing.capture", lambda graph, stream: nullcontext())
+    monkeypatch.setattr("harness.measure.timing.calls_within", lambda seconds, run: 3)
+    assert clock.sustained(run, 1.0) is None
 
 
 @pytest.mark.parametrize("in_place", [False, True])
