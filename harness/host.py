@@ -62,6 +62,7 @@ def _group(
 ) -> Rows:
     spec, mode = selection.spec, way.removeprefix(HOST)
     as_recorded = way + (HOST_COMPILED if compiled else "")
+    torch._dynamo.reset()  # graphs of other cases would make the shapes of a peer's own torch.compile dynamic
     generator = torch.Generator(device).manual_seed(1)
     inputs = spec.make_inputs(case, device, generator)
     grads = execute.out_grads(spec, case, spec.reference, inputs, "fwd+bwd" if "+" in mode else "fwd", generator)

@@ -128,6 +128,21 @@ def test_a_peer_that_fails_in_a_later_call_loses_its_own_row_only() -> None:
     assert rows[0]["columns"]["host"]["n"] == 5 and rows[0]["noise"] and set(rows[0]["ratios"]) == {"torch"}
 
 
+def test_a_peer_that_compiles_has_static_shapes_in_every_case() -> None:
+    sizes = []
+
+    def backend(graph, arguments):
+        sizes.append([argument for argument in arguments if not isinstance(argument, torch.Tensor)])
+        return graph.forward
+
+    compiled = torch.compile(double, backend=backend)
+    cases = (CASE, replace(CASE, name="9x16-host", dims={"rows": 9, "dim": 16}))
+    spec = replace(SPEC, baselines=(Peer("compiled", load=lambda: compiled),), host_cases=cases, modes=("fwd",))
+    selection = options.Selection(spec, spec.cases, spec.modes, ("triton", "compiled"))
+    assert len(list(host.rows(selection, torch.device("cpu"), compiled=False, quick=True))) == 2
+    assert len(sizes) >= 2 and not any(sizes), "a size that is an argument of the graph is dynamic"
+
+
 def test_only_what_was_selected_is_measured() -> None:
     spec = replace(SPEC, host_ops={"triton": double, "torch": double})
     selection = options.Selection(spec, spec.cases, spec.modes, ("eager", "torch"))
