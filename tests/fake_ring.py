@@ -166,3 +166,33 @@ def in_place() -> KernelSpec:
             alone={"half": _halved},
         ),
     )
+
+
+def _static(graph: Any, arguments: Any) -> Any:
+    """A compiler of static shapes alone."""
+    if not all(isinstance(argument, torch.Tensor) for argument in arguments):
+        raise ValueError("a size is an argument of the graph")
+    return graph.forward
+
+
+def compiled() -> KernelSpec:
+    """A SPEC of an op that compiles itself."""
+    twice = torch.compile(lambda x: x * 2, backend=_static)
+    return KernelSpec(
+        name="fake_compiled",
+        implementations={"twice": twice},
+        reference=lambda x: x * 2,
+        make_inputs=lambda case, device, generator: {"x": torch.ones(case.dims["length"], device=device)},
+        cost=lambda case, mode: Cost(8, 64),
+        cases=tuple(
+            Case(f"of-{length}", dict(length=length), torch.float32, bench=True, world_size=2) for length in (8, 12)
+        ),
+        grads=(),
+        unit="values",
+        items=lambda case: 8,
+        fuzz={},
+        modes=("fwd",),
+        sharding=Sharding(
+            make_shard=lambda case, rank, device, generator: {"x": torch.ones(case.dims["length"], device=device)}
+        ),
+    )

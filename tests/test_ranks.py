@@ -295,6 +295,13 @@ def test_what_is_updated_in_place_is_restored_before_each_call(tmp_path: Path) -
     assert [status for _, status, _ in traced] == ["ok", "ok"]
 
 
+def test_what_compiles_itself_has_static_shapes_in_every_case(tmp_path: Path) -> None:
+    path, groups = tmp_path / "fake_compiled.jsonl", (("of-8", "fwd"), ("of-12", "fwd"))
+    orders = session.Orders(fake_ring.compiled, record.new_run_id(), path, groups, ("twice",), budget=BUDGET)
+    launch(2, session.bench, orders, device="cpu", timeout=TIMEOUT)
+    assert [(r.case, r.status, r.get("reason")) for r in record.load(path).rows] == [(c, "ok", None) for c, _ in groups]
+
+
 @pytest.mark.parametrize("command_name", ["bench", "profile", "calibrate"])
 def test_fewer_gpus_than_asked_for_are_an_error(command_name: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

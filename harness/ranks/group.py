@@ -76,6 +76,7 @@ class Group:
             self.done = {row["implementation"]: row for row in self.closed("skipped", reason)}
             return []
         self._step("inputs")
+        torch._dynamo.reset()  # graphs of other cases would make shapes dynamic, or exceed the recompile limit
         generator = torch.Generator(self.me.device).manual_seed(SEED + self.me.rank)
         shard = self.sharding.make_shard(self.case, self.me.rank, self.me.device, generator)
         restore = self._restoring(shard)
