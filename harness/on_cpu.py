@@ -80,6 +80,7 @@ class Group:
         names = self.selection.implementations
         if reason := execute.unfit(self.case, (0, 0)):
             return [self._row(name, "skipped", reason) for name in names]
+        torch._dynamo.reset()  # graphs of other cases would make shapes dynamic, or exceed the recompile limit
         spec, generator = self.selection.spec, torch.Generator().manual_seed(torch.seed() % 2**63)
         inputs = [spec.make_inputs(self.case, CPU, generator) for _ in range(SETS)]
         grads = [execute.out_grads(spec, self.case, spec.reference, i, self.mode, generator) for i in inputs]

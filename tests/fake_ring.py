@@ -133,3 +133,66 @@ SPEC = KernelSpec(
 def spec() -> KernelSpec:
     """What a rank calls to have the SPEC: functions are pickled by their names."""
     return SPEC
+
+
+def _halved(x: torch.Tensor) -> torch.Tensor:
+    """In place. It fails on data that an earlier call has updated."""
+    if not bool((x == 1).all()):
+        raise ValueError("x was not restored")
+    return x.div_(2)
+
+
+def _off(x: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("never")
+
+
+def in_place() -> KernelSpec:
+    """A SPEC of an in-place op for two ranks, with a baseline that shares its data."""
+    return KernelSpec(
+        name="fake_in_place",
+        implementations={"absent": _off, "half": _halved},
+        reference=lambda x: x / 2,
+        make_inputs=lambda case, device, generator: {"x": torch.ones(8, device=device)},
+        cost=lambda case, mode: Cost(8, 64),
+        cases=(Case("eight", dict(length=8), torch.float32, bench=True, mutates=("x",), world_size=2),),
+        grads=(),
+        unit="values",
+        items=lambda case: 8,
+        fuzz={},
+        baselines=(Peer("other", load=lambda: _halved),),
+        modes=("fwd",),
+        sharding=Sharding(
+            make_shard=lambda case, rank, device, generator: {"x": torch.ones(8, device=device)},
+            alone={"half": _halved},
+        ),
+    )
+
+
+def _static(graph: Any, arguments: Any) -> Any:
+    """A compiler of static shapes alone."""
+    if not all(isinstance(argument, torch.Tensor) for argument in arguments):
+        raise ValueError("a size is an argument of the graph")
+    return graph.forward
+
+
+def compiled() -> KernelSpec:
+    """A SPEC of an op that compiles itself."""
+    twice = torch.compile(lambda x: x * 2, backend=_static)
+    return KernelSpec(
+        name="fake_compiled",
+        implementations={"twice": twice},
+        reference=lambda x: x * 2,
+        make_inputs=lambda case, device, generator: {"x": torch.ones(case.dims["length"], device=device)},
+        cost=lambda case, mode: Cost(8, 64),
+        cases=tuple(
+            Case(f"of-{length}", dict(length=length), torch.float32, bench=True, world_size=2) for length in (8, 12)
+        ),
+        grads=(),
+        unit="values",
+        items=lambda case: 8,
+        fuzz={},
+        modes=("fwd",),
+        sharding=Sharding(
+            make_shard=lambda case, rank, device, generator: {"x": torch.ones(case.dims["length"], device=device)}
+        ),
+    )

@@ -405,6 +405,19 @@ def test_an_argument_named_training_is_the_users_own() -> None:
     assert found.ok and seen == {False}
 
 
+def test_a_compiled_candidate_has_static_shapes_in_every_case() -> None:
+    sizes = []
+
+    def backend(graph, arguments):
+        sizes.append([argument for argument in arguments if not isinstance(argument, torch.Tensor)])
+        return graph.forward
+
+    cases = {f"{rows}": lambda device, generator, rows=rows: {"x": torch.randn(rows, 8)} for rows in (3, 5, 7)}
+    mine = torch.compile(square, backend=backend)
+    harness.bench({"mine": mine}, reference=power, cases=cases, modes=("inference",), **FEW)
+    assert len(sizes) >= 3 and not any(sizes), "a size that is an argument of the graph is dynamic"
+
+
 def test_a_candidate_that_fails_in_a_later_call_loses_its_own_row_only() -> None:
     calls = []
 

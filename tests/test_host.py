@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,44 @@ def test_each_way_has_a_row_for_each_implementation(measured) -> None:
         ours = next(row for row in rows if row["implementation"] == "triton")
         assert ours["mode"] == way and ours["kind"] == "ours" and set(ours["ratios"]) == {"eager", "torch"}
         assert ours["noise"] and len(ours["columns"]["host"]["samples_us"]) == 5
+
+
+def test_a_peer_that_fails_in_a_later_call_loses_its_own_row_only() -> None:
+    calls = itertools.count()
+
+    def fails_later(x: torch.Tensor) -> torch.Tensor:
+        if next(calls) > 20:
+            raise RuntimeError("no more")
+        return x * 2
+
+    spec = replace(SPEC, baselines=(Peer("later", load=lambda: fails_later), Peer("torch", load=lambda: double)))
+    selection = options.Selection(spec, spec.cases, spec.modes, tuple(options.implementations(spec)))
+    _, _, rows = next(host.rows(selection, torch.device("cpu"), compiled=False, quick=True))
+    status = {row["implementation"]: (row["status"], row["reason"]) for row in rows}
+    assert status == {"triton": ("ok", None), "later": ("error", "RuntimeError: no more"), "torch": ("ok", None)}
+    assert rows[0]["columns"]["host"]["n"] == 5 and rows[0]["noise"] and set(rows[0]["ratios"]) == {"torch"}
+
+
+def test_a_peer_that_compiles_has_static_shapes_in_every_case() -> None:
+    sizes = []
+
+    def backend(graph, arguments):
+        sizes.append([argument for argument in arguments if not isinstance(argument, torch.Tensor)])
+        return graph.forward
+
+    compiled = torch.compile(double, backend=backend)
+    cases = (CASE, replace(CASE, name="9x16-host", dims={"rows": 9, "dim": 16}))
+    spec = replace(SPEC, baselines=(Peer("compiled", load=lambda: compiled),), host_cases=cases, modes=("fwd",))
+    selection = options.Selection(spec, spec.cases, spec.modes, ("triton", "compiled"))
+    assert len(list(host.rows(selection, torch.device("cpu"), compiled=False, quick=True))) == 2
+    assert len(sizes) >= 2 and not any(sizes), "a size that is an argument of the graph is dynamic"
+
+
+def test_only_what_was_selected_is_measured() -> None:
+    spec = replace(SPEC, host_ops={"triton": double, "torch": double})
+    selection = options.Selection(spec, spec.cases, spec.modes, ("eager", "torch"))
+    for _, _, rows in host.rows(selection, torch.device("cpu"), compiled=False, quick=True):
+        assert [row["implementation"] for row in rows] == ["torch"]
 
 
 def lines(measured, run: str, factor: float = 1.0) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import cli, environment, execute, options, record, registry
+from harness import cli, environment, execute, options, record, registry, roofline
 from harness.commands import bench, report
 from harness.measure.timing import Budget
 from harness.ranks import command, heartbeat, links, session, timing
@@ -283,6 +283,25 @@ def test_a_pass_for_profilers_has_a_range_for_all_that_the_bench_times(tmp_path:
     assert ranges == {f"fake_ring.fwd.short.{name}" for name in ("ring", "ring#again", "ring#local", "#alone")}
 
 
+def test_what_is_updated_in_place_is_restored_before_each_call(tmp_path: Path) -> None:
+    path, names = tmp_path / "fake_in_place.jsonl", ("half", "other")
+    groups = (("eight", "fwd"),)
+    orders = session.Orders(fake_ring.in_place, record.new_run_id(), path, groups, names, budget=BUDGET)
+    launch(2, session.bench, orders, device="cpu", timeout=TIMEOUT)
+    rows = record.load(path).rows
+    assert [(r.implementation, r.status, r.column()["n"]) for r in rows] == [("half", "ok", 5), ("other", "ok", 5)]
+    assert rows[0].get("several")["efficiency"] and rows[0].get("noise"), "the A/A pair is of the first that is timed"
+    traced = launch(2, session.mark, replace(orders, run_id=""), None, device="cpu", timeout=TIMEOUT)[0]
+    assert [status for _, status, _ in traced] == ["ok", "ok"]
+
+
+def test_what_compiles_itself_has_static_shapes_in_every_case(tmp_path: Path) -> None:
+    path, groups = tmp_path / "fake_compiled.jsonl", (("of-8", "fwd"), ("of-12", "fwd"))
+    orders = session.Orders(fake_ring.compiled, record.new_run_id(), path, groups, ("twice",), budget=BUDGET)
+    launch(2, session.bench, orders, device="cpu", timeout=TIMEOUT)
+    assert [(r.case, r.status, r.get("reason")) for r in record.load(path).rows] == [(c, "ok", None) for c, _ in groups]
+
+
 @pytest.mark.parametrize("command_name", ["bench", "profile", "calibrate"])
 def test_fewer_gpus_than_asked_for_are_an_error(command_name: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -308,6 +327,22 @@ def test_ranks_with_other_variables_are_started_apart() -> None:
         (): ["short", "slow"],
         (("NCCL_P2P_DISABLE", "1"),): ["long"],
     }
+
+
+def test_peak_rates_are_those_of_the_slowest_card_and_limits_those_of_the_fastest(monkeypatch) -> None:
+    def card(factor: float) -> dict[str, Any]:
+        return dict.fromkeys(roofline.BANDWIDTHS, factor * 4000000000000.0) | {"flops": {"bf16": factor * 8e14}}
+
+    monkeypatch.setattr(session, "gathered", lambda mine, me: [card(1.0), card(0.9), card(1.1)])
+    monkeypatch.setattr(session.calibrate, "measure", lambda device: card(1.0))
+    monkeypatch.setattr(session.links, "measure", lambda me: {"link": 4e11, "links": {}})
+    monkeypatch.setattr(environment, "gpu", lambda device: {"key": None})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
+    found: Any = SimpleNamespace(me=SimpleNamespace(beat=SimpleNamespace(step=lambda _: None), device=None))
+    session.Session._calibrate(found)
+    assert found.measured["flops"] == {"bf16": pytest.approx(7.2e14)}
+    assert found.ceilings.bandwidth == pytest.approx(3.6e12)
+    assert (found.limits.bandwidth, found.limits.flops["bf16"]) == pytest.approx((4.4e12, 8.8e14))
 
 
 def test_a_case_of_several_gpus_is_left_out_where_a_command_is_one_process() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +14,16 @@ pytest.importorskip("pynvml")
 
 from harness.measure.cupti import kernel_times
 from harness.measure.gpu_state import Reading
-from harness.measure.timing import PROBE_SECONDS, Budget, Clock, ContenderFailed, Data, Measurement, order_of
+from harness.measure.timing import (
+    PROBE_SECONDS,
+    Budget,
+    Clock,
+    ContenderFailed,
+    Data,
+    Measurement,
+    input_sets,
+    order_of,
+)
 
 
 class Machine:
@@ -128,6 +137,42 @@ def test_a_graph_is_divided_by_the_calls_in_it(machine, monkeypatch):
     samples = clock._graphs(contenders, sets=4, data=Data(), result=Measurement()).samples
     assert samples == {"a": [1000.0, 1000.0], "b": [2000.0, 2000.0]}
     assert machine.log == [*order_of("ab", 0), *order_of("ab", 1)]
+
+
+def test_what_cannot_be_captured_has_a_warning_and_the_others_a_graph(machine, monkeypatch):
+    def captured(contender, sets, pool):
+        if contender.name == "b":
+            raise TypeError("a capture has no shape")
+        return SimpleNamespace(replay=machine.launch("a", 4.0)), []
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    clock, result = clock_of(machine, rounds=2), Measurement(warnings={"a": [], "b": []})
+    monkeypatch.setattr(clock, "_capture", captured)
+    contenders = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
+    assert clock._graphs(contenders, sets=4, data=Data(), result=result).samples == {"a": [1000.0, 1000.0]}
+    assert result.warnings == {"a": [], "b": ["no CUDA graph: a capture has no shape"]}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError])
+def test_what_cannot_be_captured_has_no_sustained_time(machine, monkeypatch, error):
+    def run():
+        raise error("not while capturing")
+
+    clock = clock_of(machine, rounds=1)
+    clock.stream = nullcontext
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr("harness.measure.timing.capture", lambda graph, stream: nullcontext())
+    monkeypatch.setattr("harness.measure.timing.calls_within", lambda seconds, run: 3)
+    assert clock.sustained(run, 1.0) is None
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_sets_of_a_graph_are_larger_than_twice_the_l2(in_place):
+    """An in-place update of n bytes moves 2n: they are read and written."""
+    size, l2, free = 655_360, 60 * 2**20, 100 * 2**30
+    sets = input_sets(2 * size if in_place else size, l2, free, in_place)
+    assert 2 * l2 < sets * size < 2.1 * l2
+    assert input_sets(2 * size, l2, 80 * size, in_place) == 10, "a quarter of free memory, a copy included"
 
 
 def test_what_cannot_be_queued_is_found_out_and_measured_outside_the_gate(machine):

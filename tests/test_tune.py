@@ -12,12 +12,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from harness import options, registry, tuned
+from harness import execute, options, registry, tuned
 from harness.commands import tune
 from harness.compiling.precompile import Wanted, nameable
+from harness.measure.timing import Data, Measurement
 from harness.on_gpu import Place, place
 from harness.reporting import rows_json
 from harness.spec import Case, Cost, KernelSpec, Tunable
+
+MEDIAN_TIMES = tune.median_times
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def timed(monkeypatch):
     """A GPU on which a call takes what TIMES says, and a clock that runs slower from group to group."""
     state = SimpleNamespace(groups=[], drift=1.0, fails=set())
 
-    def median_times(clock, binds, sets):
+    def median_times(clock, binds, sets, data, column):
         medians = {}
         for index, bind in binds.items():
             ran.clear()
@@ -188,6 +191,84 @@ def test_a_backward_is_tuned_with_the_same_incoming_gradients():
     # In this toy the backward of the wrong candidate differs too: 2.1 dy for 2 dy.
     assert _by_block(row)[512][1] == "gives a different result than the selected configuration"
     assert _by_block(row)[64] == (10.0, None)
+
+
+def test_what_is_updated_in_place_is_restored_while_candidates_are_timed(monkeypatch):
+    case, seen = replace(CASE, mutates=("x",)), []
+
+    def doubled(x):
+        seen.append(x.clone())
+        return x.mul_(kernel.pick_config(8, x.dtype, (9, 0)).block / 64)
+
+    def median_times(clock, binds, sets, data, column):
+        seen.clear()
+        for run in (binds[0](0), binds[1](0), binds[0](0)):
+            data.restore(0)
+            run()
+        return dict.fromkeys(binds, 1.0), "cold", None
+
+    monkeypatch.setattr(tune, "median_times", median_times)
+    spec = replace(SPEC, implementations={"triton": doubled}, cases=(case,))
+    spec = replace(spec, tunables=(replace(SPEC.tunables[0], candidates=lambda case: [Config(128, 8)]),))
+    tune.search(spec, spec.tunables[0], case, torch.device("cpu"), None)
+    assert len(seen) == 3 and torch.equal(seen[0], seen[1]) and torch.equal(seen[1], seen[2])
+
+
+def test_each_set_of_inputs_has_incoming_gradients_of_its_own(monkeypatch):
+    """Gradients that all sets share would stay in L2."""
+    given = []
+    bind = execute.bind
+
+    def noting(spec, op, inputs, mode, grads):
+        given.append((inputs["x"].data_ptr(), grads[0].data_ptr()))
+        return bind(spec, op, inputs, mode, grads)
+
+    def median_times(clock, binds, sets, data, column):
+        for index in range(sets):
+            binds[0](index)
+        return dict.fromkeys(binds, 1.0), "cold", None
+
+    monkeypatch.setattr(execute, "bind", noting)
+    monkeypatch.setattr(tune, "median_times", median_times)
+    tunable = replace(SPEC.tunables[0], mode="bwd")
+    tune.search(replace(SPEC, tunables=(tunable,)), tunable, CASE, torch.device("cpu"), None)
+    assert len(set(given)) == len({grads for _, grads in given}) == 2
+
+
+class _Clock:
+    """The picked configuration takes so many µs cold in one measurement and the next, a candidate 0.9 of that, and
+    both 3 µs less in a graph. One candidate cannot be captured."""
+
+    def __init__(self, *picked: float, uncaptured: str = "") -> None:
+        self.picked, self.uncaptured = iter(picked), uncaptured
+
+    def measure(self, contenders, timer, sets, data):
+        picked = next(self.picked)
+        graph = timer == "graph" or (timer == "auto" and picked < 50)
+        found = Measurement(warnings={c.name: [] for c in contenders})
+        for contender in contenders:
+            cold = picked * (1.0 if contender.name == "0" else 0.9)
+            found.columns[contender.name] = {"cold": {"median_us": cold}, "warm": {"median_us": cold}}
+            if graph and contender.name != self.uncaptured:
+                found.columns[contender.name]["graph"] = {"median_us": cold - 3}
+            elif graph:
+                found.warnings[contender.name].append("no CUDA graph: it allocates")
+        return found
+
+
+def test_all_groups_of_candidates_are_compared_in_one_column(monkeypatch):
+    monkeypatch.setattr(tune, "median_times", MEDIAN_TIMES)
+    monkeypatch.setattr(tune, "GROUP", 1)
+    medians, column = tune._timed([None] * 3, {}, 2, _Clock(49.0, 51.0), Data())
+    assert column == "graph" and medians[0] == pytest.approx((46 + 48) / 2)
+    assert medians[2] / medians[0] == pytest.approx((0.9 * 51 - 3) / 48)
+
+
+def test_a_candidate_without_a_graph_does_not_change_the_column(monkeypatch):
+    monkeypatch.setattr(tune, "median_times", MEDIAN_TIMES)
+    reasons: dict[int, str] = {}
+    medians, column = tune._timed([None] * 3, reasons, 2, _Clock(49.0, 49.0, uncaptured="1"), Data())
+    assert column == "graph" and reasons == {1: "no CUDA graph: it allocates"} and set(medians) == {0, 2}
 
 
 def _row(**times: float | None) -> dict:

@@ -421,7 +421,7 @@ class Group:
         generator = torch.Generator(device).manual_seed(torch.seed() % 2**63)
         free = torch.cuda.mem_get_info(device)[0]
         long = self._long()
-        sets = 1 if long else timing.input_sets(self.cost.bytes, clock.l2_bytes, free)
+        sets = 1 if long else timing.input_sets(self.cost.bytes, clock.l2_bytes, free, bool(self.case.mutates))
         with self._stage("inputs"):
             inputs = [self.spec.make_inputs(self.case, device, generator) for _ in range(sets)]
             grads = [

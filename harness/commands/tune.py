@@ -30,6 +30,7 @@ from ..on_gpu import Place, place
 from ..reporting import choices, rows_json, tables
 from ..reporting.choices import SCHEMA
 from ..spec import Case, KernelSpec, Tunable
+from ..timed_data import timed_data
 from ..tuned import encode, judge
 
 SEED = 20261121
@@ -114,24 +115,25 @@ def search(spec: KernelSpec, tunable: Tunable, case: Case, device: torch.device,
     generator = torch.Generator(device).manual_seed(SEED)
     inputs = [spec.make_inputs(case, device, generator) for _ in range(sets)]
     # The same incoming gradients for all candidates, since their results are compared.
-    grads = execute.out_grads(spec, case, fn, inputs[0], tunable.mode, generator)
+    grads = [execute.out_grads(spec, case, fn, i, tunable.mode, generator) for i in inputs]
 
     def bind(config: Any, op: execute.Op = fn) -> Callable[[int], execute.Run]:
         return lambda index: _bound(
-            spec, tunable, config, lambda: execute.bind(spec, op, inputs[index], tunable.mode, grads)
+            spec, tunable, config, lambda: execute.bind(spec, op, inputs[index], tunable.mode, grads[index])
         )
 
     # On copies of what it updates in place: otherwise each result would be the next input, and be compared with itself.
     compared = OnCopies(fn, case.mutates)
     with _listening(spec, tunable) as calls:
-        expected = execute.bind(spec, compared, inputs[0], tunable.mode, grads)()
+        expected = execute.bind(spec, compared, inputs[0], tunable.mode, grads[0])()
     if not calls:
         raise ValueError(f"{spec.name}: {tunable.function} is not called in mode {tunable.mode}, so cannot be tuned")
     arguments, picked = calls[-1]
     configs = [picked, *(config for config in tunable.candidates(case) if config != picked)]
     reasons = {i: reason for i, c in enumerate(configs) if i and (reason := _unfit(bind(c, compared), expected))}
     del expected
-    medians, column = _timed([bind(c) for c in configs], reasons, sets, clock)
+    data = timed_data(case, tunable.mode, inputs, grads, generator)
+    medians, column = _timed([bind(c) for c in configs], reasons, sets, clock, data)
     return {
         "kernel": spec.name,
         "mode": tunable.mode,
@@ -206,15 +208,20 @@ def _agree(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def _timed(
-    binds: Sequence[Callable[[int], execute.Run]], reasons: dict[int, str], sets: int, clock: Any
+    binds: Sequence[Callable[[int], execute.Run]],
+    reasons: dict[int, str],
+    sets: int,
+    clock: Any,
+    data: timing.Data,
 ) -> tuple[dict[int, float], str]:
     """Medians in µs by index, scaled to the picked one's (index 0), and their column. Adds to `reasons`."""
     left = [i for i in range(1, len(binds)) if i not in reasons]
     groups = [left[start : start + GROUP] for start in range(0, len(left), GROUP)] or [[]]
-    found: list[tuple[dict[int, float], str]] = []
+    found: list[dict[int, float]] = []
+    column: str | None = None  # that of the first group, for all: columns cannot be compared
     for group in groups:
         while True:
-            medians, column, failed = median_times(clock, {i: binds[i] for i in (0, *group)}, sets)
+            medians, used, failed = median_times(clock, {i: binds[i] for i in (0, *group)}, sets, data, column)
             if failed is None:
                 break
             index, reason = failed
@@ -222,10 +229,12 @@ def _timed(
                 raise ValueError(f"the selected configuration itself fails: {reason}")
             reasons[index] = reason
             group.remove(index)
-        found.append((medians, column))
-    anchor = statistics.median(medians[0] for medians, _ in found)
-    scaled = {i: us * anchor / medians[0] for medians, _ in found for i, us in medians.items()}
-    return {**scaled, 0: anchor}, found[0][1]
+        found.append(medians)
+        column = used
+    anchor = statistics.median(medians[0] for medians in found)
+    scaled = {i: us * anchor / medians[0] for medians in found for i, us in medians.items()}
+    assert column is not None
+    return {**scaled, 0: anchor}, column
 
 
 def new_clock(device: torch.device) -> timing.Clock:
@@ -236,21 +245,27 @@ def new_clock(device: torch.device) -> timing.Clock:
 def input_sets(spec: KernelSpec, case: Case, mode: str, clock: timing.Clock) -> int:
     """How many sets of inputs to rotate through, as in the bench."""
     free = torch.cuda.mem_get_info(clock.device)[0]
-    return timing.input_sets(spec.cost(case, mode).bytes, clock.l2_bytes, free)
+    return timing.input_sets(spec.cost(case, mode).bytes, clock.l2_bytes, free, bool(case.mutates))
 
 
 def median_times(
-    clock: timing.Clock, binds: Mapping[int, Callable[[int], execute.Run]], sets: int
+    clock: timing.Clock,
+    binds: Mapping[int, Callable[[int], execute.Run]],
+    sets: int,
+    data: timing.Data,
+    column: str | None = None,
 ) -> tuple[dict[int, float], str, tuple[int, str] | None]:
-    """Medians in µs of the bench's headline column, its name, and the candidate that failed with its reason, if any."""
+    """Medians in µs of `column` (by default the bench's headline), its name, and the candidate that failed with its
+    reason, if any; without a CUDA graph where that is the column, it failed."""
     contenders = [timing.Contender(str(index), bind) for index, bind in binds.items()]
     try:
-        measurement = clock.measure(contenders, sets=sets)
+        measurement = clock.measure(contenders, {None: "auto", "graph": "graph"}.get(column, "events"), sets, data)
     except timing.ContenderFailed as failed:
         return {}, "", (int(failed.name), f"{type(failed.error).__name__}: {str(failed.error)[:200]}")
-    column = measurement.headline("0")
-    if any(column not in columns for columns in measurement.columns.values()):
-        column = "cold"
+    column = column or measurement.headline("0")
+    for name, columns in measurement.columns.items():
+        if column not in columns:
+            return {}, "", (int(name), "; ".join(measurement.warnings[name]))
     medians = {int(name): columns[column]["median_us"] for name, columns in measurement.columns.items()}
     return medians, column, None
 

@@ -280,7 +280,7 @@ class Clock:
                 with capture(graph, stream=self._stream):
                     for _ in range(calls):
                         run()
-            except RuntimeError:
+            except Exception:  # of whatever kind: its other columns are measured
                 return None
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             replays, deadline = 0, time.perf_counter() + seconds
@@ -345,7 +345,7 @@ class Clock:
         for contender in contenders:
             try:
                 graphs[contender.name] = self._capture(contender, sets, pool)
-            except RuntimeError as error:
+            except Exception as error:  # a peer may raise anything while it is captured
                 result.warnings[contender.name].append(f"no CUDA graph: {first_line(error)}")
         names = list(graphs)
 
@@ -452,10 +452,15 @@ class Clock:
             result.clocks.setdefault("rounds", {})[column] = by_round(found.readings)
 
 
-def input_sets(footprint_bytes: int, l2_bytes: int, free_bytes: int) -> int:
-    """How many sets of inputs a graph rotates through: together over twice the L2, in a quarter of free memory."""
-    wanted = -(-2 * l2_bytes // max(footprint_bytes, 1)) + 1
-    return max(2, min(wanted, MAX_GRAPH_CALLS, free_bytes // (4 * max(footprint_bytes, 1)) or 2))
+def input_sets(moved_bytes: int, l2_bytes: int, free_bytes: int, in_place: bool = False) -> int:
+    """How many sets of inputs a graph rotates through: together over twice the L2, in a quarter of free memory.
+
+    `moved_bytes` are the compulsory reads and writes of a call. What is updated `in_place` is read and written at the
+    same addresses, so a set may be only half as large. The other half is needed for its copy (`Data.restore`).
+    """
+    moved_bytes = max(moved_bytes, 1)
+    wanted = -(-2 * l2_bytes * (2 if in_place else 1) // moved_bytes) + 1
+    return max(2, min(wanted, MAX_GRAPH_CALLS, free_bytes // (4 * moved_bytes) or 2))
 
 
 def calls_within(seconds: float, run: Run, most: int = 20) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..measure import stats
 from ..measure.timing import AA
 from ..roofline import Ceilings, floor_seconds, over_roofline
 from ..spec import Case, KernelSpec, Peer, Sharding
+from ..timed_data import timed_data
 from .timing import COLD, LONG_CALL, Call, Clock, Contender, Samples, differences, gathered
 
 LOCAL, ALONE = "#local", "#alone"  # suffixes of an implementation's name: without transfers; on one GPU
@@ -26,6 +28,7 @@ ONCE_ALONE, ONCE = 2.5, 20.0
 SEED = 20261123
 
 Rows = list[dict[str, Any]]
+Restore = Callable[[], object]
 
 
 class Failed(Exception):
@@ -50,6 +53,7 @@ class Group:
         self.done: dict[str, dict[str, Any]] = {}
         self.warnings: dict[str, list[str]] = {}
         self.outside: dict[str, list[int]] = {}  # bytes by rank that are not from PyTorch's allocator
+        self.paired = False  # whether there is an A/A pair: of the first of ours that can be timed
         self.unmeasured: dict[str, str] = {}  # why there is no T1, or no time without transfers
 
     def rows(self) -> Rows:
@@ -72,13 +76,15 @@ class Group:
             self.done = {row["implementation"]: row for row in self.closed("skipped", reason)}
             return []
         self._step("inputs")
+        torch._dynamo.reset()  # graphs of other cases would make shapes dynamic, or exceed the recompile limit
         generator = torch.Generator(self.me.device).manual_seed(SEED + self.me.rank)
         shard = self.sharding.make_shard(self.case, self.me.rank, self.me.device, generator)
+        restore = self._restoring(shard)
         contenders = []
         for name in self.names:
             try:
                 fn = self.ready(name)
-                contenders += self._contenders(name, fn, shard)
+                contenders += self._contenders(name, fn, shard, restore)
             except Failed as failed:
                 self.done[name] = self._row(name, failed.status, failed.reason)
         return [*contenders, *self._alone()] if contenders else []
@@ -123,7 +129,7 @@ class Group:
         self.warnings[name] = [f"wrong by its own check: {'; '.join(found)}"] if found else []
         return fn
 
-    def _contenders(self, name: str, fn: execute.Op, shard: execute.Inputs) -> list[Contender]:
+    def _contenders(self, name: str, fn: execute.Op, shard: execute.Inputs, restore: Restore) -> list[Contender]:
         """The implementation bound to its inputs, called once; and its variant without transfers, if there is one."""
         used, local = self._used(), self.sharding.local.get(name)
         if local and self._long(NO_LOCAL):
@@ -131,15 +137,17 @@ class Group:
         if self._long(ONCE):
             self.warnings.setdefault(name, []).append("a single sample: its first call, without a warm-up")
             self.outside[name] = []
-            return [Contender(name, self._together(lambda: self._bind(fn, shard), f"{name}: inputs"), once=True)]
-        found = [self._together(lambda: self._called(name, fn, shard), f"{name}: first call")]
+            run = self._together(lambda: self._bind(fn, shard), f"{name}: inputs")
+            return [Contender(name, run, once=True, restore=restore)]
+        found = [self._together(lambda: self._called(name, fn, shard, restore), f"{name}: first call")]
         self.outside[name] = gathered(max(0, self._used() - used), self.me)
-        if name == next(iter(self.spec.implementations)) and not self._long():
-            found.append(self._together(lambda: self._called(name + AA, fn, shard), f"{name}: again"))
+        if name in self.spec.implementations and not self.paired and not self._long():
+            self.paired = True
+            found.append(self._together(lambda: self._called(name + AA, fn, shard, restore), f"{name}: again"))
         if local and not self._long(NO_LOCAL):
             try:
                 what = f"{name}: first call without transfers"
-                found.append(self._together(lambda: self._called(name + LOCAL, local, shard), what))
+                found.append(self._together(lambda: self._called(name + LOCAL, local, shard, restore), what))
             except Failed as failed:
                 self.unmeasured[name + LOCAL] = failed.reason
         return found
@@ -160,7 +168,10 @@ class Group:
                 return Contender(ALONE, None, Call(), once)
             generator = torch.Generator(self.me.device).manual_seed(SEED)
             inputs = self.spec.make_inputs(self.case, self.me.device, generator)
-            return Contender(ALONE, self._bind(fn, inputs), once=True) if once else self._called(ALONE, fn, inputs)
+            restore = self._restoring(inputs)
+            if once:
+                return Contender(ALONE, self._bind(fn, inputs), once=True, restore=restore)
+            return self._called(ALONE, fn, inputs, restore)
 
         try:
             return [self._together(called, "one GPU: first call")]
@@ -173,9 +184,13 @@ class Group:
         self.clock.synchronize()
         return run
 
-    def _called(self, name: str, fn: execute.Op, inputs: execute.Inputs) -> Contender:
+    def _restoring(self, inputs: execute.Inputs) -> Restore:
+        """What resets the inputs that a call updates in place: all contenders share them."""
+        return partial(timed_data(self.case, self.mode, [inputs], [None], torch.Generator(self.me.device)).restore, 0)
+
+    def _called(self, name: str, fn: execute.Op, inputs: execute.Inputs, restore: Restore) -> Contender:
         run = self._bind(fn, inputs)
-        return Contender(name, run, self.clock.call(run))
+        return Contender(name, run, self.clock.call(run, restore), restore=restore)
 
     def _together(self, act: Callable[[], Any], what: str) -> Any:
         """Calls act() on every rank. If it fails on one, all raise Failed: a rank that continued would wait forever."""

@@ -76,13 +76,15 @@ class Session:
         of_all = gathered(here, me)
         # A collective operation cannot be faster than the slowest of the cards.
         slowest = {name: min(m[name] for m in of_all) for name in roofline.BANDWIDTHS}
-        self.measured = {**of_all[0], **slowest, **links.measure(me)}
+        flops = {pipe: min(m["flops"][pipe] for m in of_all) for pipe in here["flops"]}
+        self.measured = {**of_all[0], **slowest, "flops": flops, **links.measure(me)}
         name, key = torch.cuda.get_device_name(me.device), environment.gpu(me.device)["key"]
         promised = roofline.get(key, name).ceilings if key else None
         self.promised = promised.to_record() if promised else None
         self.ceilings = calibrate.ceilings(self.measured).with_links_of(promised)
-        fastest = max(calibrate.ceilings(m).bandwidth for m in of_all)
-        self.limits = replace(self.ceilings, bandwidth=fastest)
+        fastest = {pipe: max(m["flops"][pipe] for m in of_all) for pipe in flops}
+        bandwidth = max(calibrate.ceilings(m).bandwidth for m in of_all)
+        self.limits = replace(self.ceilings, bandwidth=bandwidth, flops=fastest)
 
     def described(self) -> dict[str, Any]:
         """The run line of the record."""
@@ -145,6 +147,7 @@ def mark(me: Rank, orders: Orders, traces: Path | None) -> list[tuple[str, str, 
         with profile(activities=kinds) if traces and contenders else nullcontext() as profiler:
             for contender in contenders:
                 name = nvtx.range_name(spec.name, mode, case, contender.name)
+                contender.restore()
                 session.clock.meet()
                 with nvtx.range(name), record_function(name):
                     if contender.run is not None:

@@ -1,7 +1,7 @@
 """Time of a collective call: the longest of the ranks' own times.
 
-Every rank runs the contenders in the same random order. Before each sample, outside the timed interval, L2 is flushed
-and all ranks synchronise; their times are exchanged after a whole round.
+Every rank runs the contenders in the same random order. Before each sample, outside the timed interval, inputs that
+are updated in place are restored, L2 is flushed and all ranks synchronise. Times are exchanged after a whole round.
 
 cold    on GPUs. CUDA events around the call, on each rank. The ranks synchronise on the device: an all-reduce of one
         element is queued before the first event, so that the events of all ranks begin within microseconds of each
@@ -16,13 +16,12 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import distributed
 
-from ..execute import Run
 from ..measure import stats
 from ..measure.gpu_state import Monitor, Reading, by_round, worst
 from ..measure.timing import Budget
@@ -52,12 +51,14 @@ class Call:
 @dataclass(frozen=True)
 class Contender:
     """One callable to be timed. `run` is None on ranks that take no part. `first`: its first call, if it was made.
-    `once`: it takes so long that it has only one sample, after the rounds of the others, without a warm-up."""
+    `once`: it takes so long that it has only one sample, after the rounds of the others, without a warm-up. `restore`
+    runs before each call: it resets the inputs that a previous call updated in place."""
 
     name: str
-    run: Run | None
+    run: Callable[[], object] | None
     first: Call | None = None
     once: bool = False
+    restore: Callable[[], object] = lambda: None
 
 
 @dataclass
@@ -118,7 +119,7 @@ class Clock:
             times: dict[str, float] = {}
             for contender in self._order.sample(repeated, len(repeated)):
                 self.rank.beat.step(f"{label} {contender.name}: sample {index + 1}")
-                times[contender.name] = self._sample(contender.run, spins[contender.name])
+                times[contender.name] = self._sample(contender, spins[contender.name])
             self.rank.beat.step(f"{label}: exchange of the times of round {index + 1}")
             rows = self._exchange([*(times[name] for name in names), time.perf_counter() - begin])
             found.add(names, [row[:-1] for row in rows])
@@ -150,10 +151,12 @@ class Clock:
     def _warm_call(self, contender: Contender, step: str) -> Call:
         self.rank.beat.step(step)
         self.meet()
-        return self.call(contender.run)
+        return self.call(contender.run, contender.restore)
 
-    def call(self, run: Run | None) -> Call:
-        """Calls it on this rank and waits for its completion."""
+    def call(self, run: Callable[[], object] | None, restore: Callable[[], object] = lambda: None) -> Call:
+        """Calls it on this rank, after `restore`, and waits for its completion."""
+        restore()
+        self.synchronize()
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         before, begin = self._allocated(), time.perf_counter()
@@ -181,7 +184,7 @@ class Clock:
             if self.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             before = self._allocated()
-            took = self._sample(run if contender.run is not None else None, SPIN_SECONDS[1])
+            took = self._sample(replace(contender, run=run if contender.run is not None else None), SPIN_SECONDS[1])
             self._peaks[contender.name] = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
             rows = self._exchange([took, returned * 1e6])
             found = [row[:1] for row in rows]
@@ -192,8 +195,10 @@ class Clock:
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.on_gpu else 0
 
-    def _sample(self, run: Callable[[], object] | None, spin: float) -> float:
+    def _sample(self, contender: Contender, spin: float) -> float:
         """µs on this rank; 0 if it takes no part."""
+        run = contender.run
+        contender.restore()
         if not self.on_gpu:
             self.meet()
             begin = time.perf_counter()
