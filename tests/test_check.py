@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from harness import cli, registry
+from harness import cli, execute, registry
 from harness.commands import check
 from harness.correctness import battery
 from harness.spec import Case, Cost, KernelSpec
@@ -139,6 +139,26 @@ def test_determinism_on_request_is_tested_in_the_deterministic_mode():
         (item,) = [i for i in check.plan(spec, "cpu", [CASES[2]], ["fwd"]) if i.check == "repeat"]
         assert check.run(item, "cpu").status == status
     assert torch.get_deterministic_debug_mode() == 0
+
+
+def test_the_path_outside_of_the_deterministic_mode_is_the_one_that_is_checked():
+    """Although fresh memory is poisoned through that mode."""
+
+    def wrong_by_default(**inputs):
+        return scale(**inputs) * (1 if torch.are_deterministic_algorithms_enabled() else 2)
+
+    spec = dataclasses.replace(SPEC, implementations={"eager": wrong_by_default})
+    (item,) = [i for i in check.plan(spec, "cpu", [CASES[2]], ["fwd"]) if i.check == "accuracy"]
+    assert (check.run(item, "cpu").status, check.run(item, "cpu").cause) == ("fail", "error")
+    inputs = make_inputs(CASES[2], "cpu", torch.Generator().manual_seed(0))
+    for mode, accepted in ((False, False), (True, True)):
+        torch.use_deterministic_algorithms(mode)
+        try:
+            run = execute.bind(spec, wrong_by_default, inputs, "fwd")
+            assert check.verify(spec, CASES[2], "fwd", inputs, run).ok is accepted
+            assert torch.get_deterministic_debug_mode() == 2 * mode
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 def test_the_same_seed_gives_the_same_numbers():
