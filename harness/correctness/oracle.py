@@ -118,8 +118,9 @@ class Expected:
         noise: list[Tensors] = []
         bin_noise: list[Tensors] = []
         for seed in range(NOISE_SAMPLES if any(few) else 1):
-            if verdict.cause != "error":
-                break  # further samples would only raise the limits
+            # Further samples only raise the limits: of an error, and of what may overflow in an output after it.
+            if verdict.cause != "error" and not (seed and verdict.cause == "nonfinite"):
+                break
             perturbed = self.perturbed(seed)
             if many and not seed:
                 bin_noise = [perturbed]
