@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import json
 import re
 import time
@@ -293,6 +294,20 @@ def test_results_of_another_machine_are_added(tmp_path, monkeypatch, capsys):
     assert len(results.load("one", here)) == 6
     with pytest.raises(FileNotFoundError, match="has no results"):
         mutate._merge(tmp_path / "nothing", here)
+
+
+def test_a_survivor_of_another_machine_counts_where_the_function_has_changed_since_it_was_killed(tmp_path, monkeypatch):
+    every = python_mutants(SOURCE, tmp_path, monkeypatch)
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, mutant, status in (
+        (here, dataclasses.replace(every[0], digest="before"), "killed"),
+        (there, every[0], "survived"),
+    ):
+        folder.mkdir()
+        answer = {"status": status, "by": "", "reason": "", "seconds": 1.0}
+        results.path("one", folder).write_text(json.dumps(results.line(mutant, "gpu", "c", answer)) + "\n")
+    assert mutate._merge(there, here) == 0
+    assert [line["status"] for line in results.load("one", here)] == ["survived"]
 
 
 def test_which_gpus_are_used(monkeypatch):

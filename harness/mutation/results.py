@@ -75,8 +75,10 @@ def _holds(line: Mapping[str, Any], mutant: Mutant) -> bool:
 
 
 def merge(kernel: str, mutants: Iterable[Mutant], source: Path, folder: Path = FOLDER) -> int:
-    """Adds the results of a kernel in `source` to those in `folder`, except survivors that were killed here. Returns
-    the number of results added."""
+    """Adds the results of a kernel in `source` to those in `folder`, except survivors that were killed here, as their
+    function still is. Returns the number of results added."""
+    mutants = list(mutants)
+    tidy(kernel, mutants, folder)
     killed = {(r["key"], r["device"]) for r in load(kernel, folder) if r["status"] in KILLED}
     there = load(kernel, source)
     lines = [r for r in there if r["status"] != "survived" or (r["key"], r["device"]) not in killed]
