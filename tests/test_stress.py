@@ -141,6 +141,11 @@ def test_a_process_that_fails_is_a_failure(stressed, capsys: pytest.CaptureFixtu
     assert "a process failed: last words" in capsys.readouterr().err
 
 
+def test_what_was_never_called_is_not_right(stressed, capsys: pytest.CaptureFixture) -> None:
+    assert stressed("pass", "pass") == (1, [])
+    assert "no implementation is available: nothing was repeated" in capsys.readouterr().err
+
+
 def test_misuse(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["stress", "--processes", "0"]) == 2
     assert "--processes must be at least 1" in capsys.readouterr().err
