@@ -73,6 +73,14 @@ def test_thorough_checks_take_one_case_of_a_kind_and_shrink_it():
     assert [name for name, reason in planned("values").items() if reason is None] == ["40x7-fp32.small"]
 
 
+def test_a_case_without_dimensions_is_planned():
+    spec = dataclasses.replace(SPEC, cases=(Case("one", {}, torch.float32), CASES[0]), fuzz={})
+    spec = dataclasses.replace(spec, make_inputs=lambda *_: {"x": torch.ones(())}, cost=lambda case, mode: Cost(1, 8))
+    outcomes = [check.run(item, "cpu") for item in check.plan(spec, "cpu", spec.cases[:1])]
+    assert {"accuracy", "strides"} <= {o.item.check for o in outcomes if o.status == "pass"}
+    assert not [check.row(outcome) for outcome in outcomes if outcome.status == "fail"]
+
+
 def test_checks_that_need_a_gpu_say_so():
     assert set(planned("graph").values()) == set(planned("stream").values()) == {"needs a GPU"}
 
