@@ -211,6 +211,29 @@ def f(x):  # of one
     assert plain.cuda(kernel) == plain.cuda("__global__ void k() {\n    a = b;  c = d;\n}") != plain.cuda("k")
 
 
+def test_code_beside_a_docstring_and_comments_in_strings_count():
+    one = 'class A(Exception): """One."""\n\n\ndef f(x=1): "Two."\n'
+    assert plain.python(one) == "class A(Exception):\ndef f(x=1):"
+    ptx = 'asm("mov %0, 1; // {a} /* b */" : "=r"(c));  // d'
+    assert plain.cuda(ptx) == ptx.removesuffix("  // d")
+
+
+@pytest.mark.parametrize("file", ["interpreter", "sampling", "execute", "spec", "correctness/fuzz", "commands/check"])
+def test_survivors_are_tried_again_when_what_judges_them_changes(file, tmp_path, monkeypatch):
+    root = tmp_path / "checkout"
+    for folder in ("harness/correctness", "harness/commands", "kernels/one"):
+        (root / folder).mkdir(parents=True)
+    (root / "kernels/one/bench.py").write_text("")
+    monkeypatch.setattr(results.registry, "ROOT", root)
+    judge = root / "harness" / f"{file}.py"
+    judge.write_text("limit = 1\n")
+    before = results.digest_of_checks("one")
+    judge.write_text("limit = 1  # of one\n")
+    assert results.digest_of_checks("one") == before
+    judge.write_text("limit = 2\n")
+    assert results.digest_of_checks("one") != before
+
+
 def test_a_reason_has_no_folder_of_this_machine(tmp_path, monkeypatch):
     (mutant, *_) = python_mutants(SOURCE, tmp_path, monkeypatch)
     told = "/home/me/.venv/lib/triton/runtime/interpreter.py:1353: ValueError: 1/2 of kernels/one/op.py"

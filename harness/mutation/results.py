@@ -103,6 +103,7 @@ def digest_of_checks(kernel: str, quick: bool = False) -> str:
     root = registry.ROOT
     folder = registry.folder(kernel)
     files = [*root.glob("harness/correctness/*.py"), root / "harness/commands/check.py"]
+    files += [root / "harness" / f"{name}.py" for name in ("execute", "interpreter", "sampling", "spec")]
     files += [root / "tests/test_addresses.py", root / "tests/test_call.py"]
     files += [*folder.rglob("test_*.py"), folder / "bench.py", folder / "reference.py"]
     text = "\n".join(plain.python(file.read_text(encoding="utf-8")) for file in sorted(files) if file.is_file())
