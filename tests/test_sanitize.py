@@ -80,6 +80,21 @@ def test_findings_of_other_kernels_are_kept_apart():
     assert sanitizer.parse(MEMCHECK, ["fwd"]).ours == []
 
 
+@pytest.mark.parametrize(
+    ("function", "ours"),
+    [
+        ("toy_kernel(float *, int)", True),
+        ("void toy_kernel<float, (int)4>(float *, int)", True),
+        ("void at::native::toy_kernel<float>(float *, int)", False),
+        ("void cub::scan<toy_kernel>(float *)", False),
+    ],
+)
+def test_templates_of_ours_are_told_from_kernels_in_namespaces(function, ours):
+    found = sanitizer.parse(MEMCHECK.replace("_toy_fwd_kernel", function), ["toy"])
+    assert [finding["kernel"] for finding in (found.ours if ours else found.others)] == [function]
+    assert not (found.others if ours else found.ours)
+
+
 def test_races_name_the_kernel_in_their_first_line():
     (race,) = sanitizer.parse(RACECHECK, ["toy"]).ours
     assert race["kernel"] == "_toy_bwd_kernel"

@@ -163,7 +163,8 @@ def parse(output: str, kernels: Iterable[str]) -> Findings:
     """Sorts the tool's messages into findings in the named kernels, findings in others, and failures of the tool."""
     result = Findings()
     counted: Counter[tuple[bool, str, str, str]] = Counter()
-    names = [re.compile(rf"_?{re.escape(name)}\w*(?:\(.*)?") for name in kernels]
+    # "void" precedes the name of a template. PyTorch's kernels are in namespaces.
+    names = [re.compile(rf"(?:void )?_?{re.escape(name)}\w*(?:[<(].*)?") for name in kernels]
     for record in _records(output):
         if record[0].startswith(_FAILURES):
             result.failures.append(record[0])
