@@ -121,13 +121,15 @@ def test_everything_passes_for_what_is_right():
     assert not [check.row(outcome) for outcome in outcomes if outcome.status == "fail"]
 
 
-def test_an_exception_is_an_outcome():
+@pytest.mark.parametrize("error", [ZeroDivisionError("division by zero"), SystemExit(0)], ids=["raise", "exit"])
+def test_an_exception_is_an_outcome(error):
     def broken(x, factor=2.0):
-        raise ZeroDivisionError("division by zero")
+        raise error
 
     spec = dataclasses.replace(SPEC, implementations={"broken": broken})
     outcome = check.run(check.plan(spec, "cpu", [CASES[2]])[0], "cpu")
-    assert (outcome.status, outcome.cause) == ("fail", "raised") and "division by zero" in outcome.reason
+    assert (outcome.status, outcome.cause) == ("fail", "raised")
+    assert outcome.reason == f"{type(error).__name__}: {error}"
 
 
 def test_determinism_that_is_not_declared_is_skipped():

@@ -306,6 +306,13 @@ def test_the_worker_runs_the_small_cases_of_ours(monkeypatch, capsys):
     assert ran == [("a", "fwd", "triton"), ("a", "bwd", "triton")]
 
 
+def test_a_kernel_that_exits_fails_and_does_not_end_the_worker(monkeypatch, capsys) -> None:
+    spec = dataclasses.replace(SPEC, implementations={"triton": lambda x: sys.exit(0)})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    assert not sanitize._run(spec, spec.cases[1], "fwd", "triton", torch.device("cpu"))
+    assert capsys.readouterr().out == "failed toy.fwd.a.triton: SystemExit: 0\n"
+
+
 def test_the_worker_runs_what_else_is_ours_where_it_takes_the_case() -> None:
     def only_forward(case: Case, mode: str) -> str | None:
         return None if mode == "fwd" else "has no backward"

@@ -236,7 +236,7 @@ def _run(spec: KernelSpec, case: Case, mode: str, name: str, device: torch.devic
         torch.cuda.synchronize()
     except execute.Unavailable as error:
         print(f"skipped {label}: {error}", flush=True)
-    except Exception as error:  # the other cases are still worth running
+    except (Exception, SystemExit) as error:  # the other cases are still worth running
         print(f"failed {label}: {type(error).__name__}: {execute.first_line(error)}", flush=True)
         return False
     else:

@@ -159,7 +159,7 @@ def _work(chosen: list[Group], arguments: argparse.Namespace, device: torch.devi
             tally = repeat(group, device, arguments.seconds / len(chosen), SEED + arguments.worker)
         except execute.Unavailable:
             continue
-        except Exception as error:  # the other groups are still worth running
+        except (Exception, SystemExit) as error:  # the other groups are still worth running
             failed = True
             spec, case, mode, name = group
             print(f"{spec.name} {case.name} {mode} {name}: {type(error).__name__}: {error}", file=sys.stderr)
