@@ -151,6 +151,28 @@ def test_determinism_on_request_is_tested_in_the_deterministic_mode():
     assert torch.get_deterministic_debug_mode() == 0
 
 
+class Once(torch.autograd.Function):
+    """Twice x; the backward writes the gradient over what was saved for it, unseen by autograd."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(torch.full_like(x, 2.0))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, incoming):
+        (saved,) = ctx.saved_tensors
+        return saved.data.mul_(incoming).clone()
+
+
+def test_a_backward_that_writes_over_what_was_saved_is_found():
+    spec = dataclasses.replace(SPEC, implementations={"eager": lambda x, factor=2.0: Once.apply(x)})
+    (item,) = [i for i in check.plan(spec, "cpu", [CASES[2]]) if i.check == "interleave"]
+    outcome = check.run(item, "cpu")
+    assert (outcome.status, outcome.cause) == ("fail", "error")
+    assert outcome.reason.startswith("a second backward of the same graph: gradient of x: ")
+
+
 def test_the_path_outside_of_the_deterministic_mode_is_the_one_that_is_checked():
     """Although fresh memory is poisoned through that mode."""
 
