@@ -272,6 +272,21 @@ def test_there_are_as_many_samples_as_acceptance_takes(many, monkeypatch):
     assert samples(1e-4) == (True, 4)  # the limit is twice the largest error so far
 
 
+def test_a_later_sample_may_explain_what_overflows_in_another_output():
+    exact = torch.ones(40, dtype=torch.float64), torch.ones(40, dtype=torch.float64)
+    exact[1][0] = torch.finfo(torch.float16).max + 400
+    eager = tuple(t.half() for t in exact)
+    results = [eager[0] * 1.03, eager[1].nan_to_num()]
+    case, spec = dataclasses.replace(spec_of(cancel).cases[0], dtype=torch.float16), spec_of(cancel)
+    spec = dataclasses.replace(spec, tolerance=Tolerance(ratio=2.0, floor=1.0))
+    for explains, accepted in ((1, True), (oracle.NOISE_SAMPLES, False)):
+
+        def perturbed(seed, explains=explains):
+            return exact[0] * 1.02, exact[1] * (1 + 0.02 * (seed == explains))
+
+        assert Expected(("a", "b"), exact, eager, perturbed).verdict(results, case, spec).ok is accepted
+
+
 class Attend(torch.autograd.Function):
     """Attention of one head in 16 bits, which rounds p and ds for its GEMMs as FlashAttention does."""
 

@@ -88,6 +88,18 @@ def test_one_element_too_many_is_found(loads: int, stores: int, what: str | None
         _copy_kernel[(1,)](x, y, 8, loads, stores)
 
 
+@triton.jit
+def _far_before_kernel(x_ptr, y_ptr):
+    at = tl.arange(0, 8)
+    tl.store(y_ptr + at, tl.load(x_ptr + at - (1 << 60)))
+
+
+def test_what_lies_before_the_address_0_is_found() -> None:
+    """The interpreter would end the process."""
+    with addresses.checked(), pytest.raises(Exception, match="8 of 8 addresses of a load"):
+        _far_before_kernel[(1,)](torch.randn(8), torch.empty(8))
+
+
 def test_a_neighbour_that_is_named_may_be_read() -> None:
     whole = torch.randn(16)
     with addresses.checked([whole]):

@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from harness import cli, registry
+from harness import cli, execute, registry
 from harness.commands import check
 from harness.correctness import battery
 from harness.spec import Case, Cost, KernelSpec
@@ -73,6 +73,14 @@ def test_thorough_checks_take_one_case_of_a_kind_and_shrink_it():
     assert [name for name, reason in planned("values").items() if reason is None] == ["40x7-fp32.small"]
 
 
+def test_a_case_without_dimensions_is_planned():
+    spec = dataclasses.replace(SPEC, cases=(Case("one", {}, torch.float32), CASES[0]), fuzz={})
+    spec = dataclasses.replace(spec, make_inputs=lambda *_: {"x": torch.ones(())}, cost=lambda case, mode: Cost(1, 8))
+    outcomes = [check.run(item, "cpu") for item in check.plan(spec, "cpu", spec.cases[:1])]
+    assert {"accuracy", "strides"} <= {o.item.check for o in outcomes if o.status == "pass"}
+    assert not [check.row(outcome) for outcome in outcomes if outcome.status == "fail"]
+
+
 def test_checks_that_need_a_gpu_say_so():
     assert set(planned("graph").values()) == set(planned("stream").values()) == {"needs a GPU"}
 
@@ -113,13 +121,15 @@ def test_everything_passes_for_what_is_right():
     assert not [check.row(outcome) for outcome in outcomes if outcome.status == "fail"]
 
 
-def test_an_exception_is_an_outcome():
+@pytest.mark.parametrize("error", [ZeroDivisionError("division by zero"), SystemExit(0)], ids=["raise", "exit"])
+def test_an_exception_is_an_outcome(error):
     def broken(x, factor=2.0):
-        raise ZeroDivisionError("division by zero")
+        raise error
 
     spec = dataclasses.replace(SPEC, implementations={"broken": broken})
     outcome = check.run(check.plan(spec, "cpu", [CASES[2]])[0], "cpu")
-    assert (outcome.status, outcome.cause) == ("fail", "raised") and "division by zero" in outcome.reason
+    assert (outcome.status, outcome.cause) == ("fail", "raised")
+    assert outcome.reason == f"{type(error).__name__}: {error}"
 
 
 def test_determinism_that_is_not_declared_is_skipped():
@@ -139,6 +149,48 @@ def test_determinism_on_request_is_tested_in_the_deterministic_mode():
         (item,) = [i for i in check.plan(spec, "cpu", [CASES[2]], ["fwd"]) if i.check == "repeat"]
         assert check.run(item, "cpu").status == status
     assert torch.get_deterministic_debug_mode() == 0
+
+
+class Once(torch.autograd.Function):
+    """Twice x; the backward writes the gradient over what was saved for it, unseen by autograd."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(torch.full_like(x, 2.0))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, incoming):
+        (saved,) = ctx.saved_tensors
+        return saved.data.mul_(incoming).clone()
+
+
+def test_a_backward_that_writes_over_what_was_saved_is_found():
+    spec = dataclasses.replace(SPEC, implementations={"eager": lambda x, factor=2.0: Once.apply(x)})
+    (item,) = [i for i in check.plan(spec, "cpu", [CASES[2]]) if i.check == "interleave"]
+    outcome = check.run(item, "cpu")
+    assert (outcome.status, outcome.cause) == ("fail", "error")
+    assert outcome.reason.startswith("a second backward of the same graph: gradient of x: ")
+
+
+def test_the_path_outside_of_the_deterministic_mode_is_the_one_that_is_checked():
+    """Although fresh memory is poisoned through that mode."""
+
+    def wrong_by_default(**inputs):
+        return scale(**inputs) * (1 if torch.are_deterministic_algorithms_enabled() else 2)
+
+    spec = dataclasses.replace(SPEC, implementations={"eager": wrong_by_default})
+    (item,) = [i for i in check.plan(spec, "cpu", [CASES[2]], ["fwd"]) if i.check == "accuracy"]
+    assert (check.run(item, "cpu").status, check.run(item, "cpu").cause) == ("fail", "error")
+    inputs = make_inputs(CASES[2], "cpu", torch.Generator().manual_seed(0))
+    for mode, accepted in ((False, False), (True, True)):
+        torch.use_deterministic_algorithms(mode)
+        try:
+            run = execute.bind(spec, wrong_by_default, inputs, "fwd")
+            assert check.verify(spec, CASES[2], "fwd", inputs, run).ok is accepted
+            assert torch.get_deterministic_debug_mode() == 2 * mode
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 def test_the_same_seed_gives_the_same_numbers():

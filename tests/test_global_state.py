@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,3 +28,21 @@ def test_another_current_device_is_seen_and_put_back(monkeypatch, left, names):
     assert current == [0]
     verdict = state.verdict()
     assert verdict.ok == (not names) and names in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("touch", "names"),
+    [
+        (lambda: torch.backends.cuda.enable_flash_sdp(False), "backends of attention"),
+        (lambda: np.random.seed(0), "random number generators"),
+        (lambda: np.random.rand(), "random number generators"),
+        (lambda: np.random.default_rng(0).random(), ""),
+    ],
+)
+def test_the_state_of_attention_and_of_numpy(touch, names):
+    before, enabled = np.random.get_state(), torch.backends.cuda.flash_sdp_enabled()
+    with GlobalState() as state:
+        touch()
+    np.random.set_state(before)
+    assert torch.backends.cuda.flash_sdp_enabled() == enabled
+    assert state.verdict().ok == (not names) and names in state.verdict().reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import json
 import re
 import time
@@ -210,6 +211,29 @@ def f(x):  # of one
     assert plain.cuda(kernel) == plain.cuda("__global__ void k() {\n    a = b;  c = d;\n}") != plain.cuda("k")
 
 
+def test_code_beside_a_docstring_and_comments_in_strings_count():
+    one = 'class A(Exception): """One."""\n\n\ndef f(x=1): "Two."\n'
+    assert plain.python(one) == "class A(Exception):\ndef f(x=1):"
+    ptx = 'asm("mov %0, 1; // {a} /* b */" : "=r"(c));  // d'
+    assert plain.cuda(ptx) == ptx.removesuffix("  // d")
+
+
+@pytest.mark.parametrize("file", ["interpreter", "sampling", "execute", "spec", "correctness/fuzz", "commands/check"])
+def test_survivors_are_tried_again_when_what_judges_them_changes(file, tmp_path, monkeypatch):
+    root = tmp_path / "checkout"
+    for folder in ("harness/correctness", "harness/commands", "kernels/one"):
+        (root / folder).mkdir(parents=True)
+    (root / "kernels/one/bench.py").write_text("")
+    monkeypatch.setattr(results.registry, "ROOT", root)
+    judge = root / "harness" / f"{file}.py"
+    judge.write_text("limit = 1\n")
+    before = results.digest_of_checks("one")
+    judge.write_text("limit = 1  # of one\n")
+    assert results.digest_of_checks("one") == before
+    judge.write_text("limit = 2\n")
+    assert results.digest_of_checks("one") != before
+
+
 def test_a_reason_has_no_folder_of_this_machine(tmp_path, monkeypatch):
     (mutant, *_) = python_mutants(SOURCE, tmp_path, monkeypatch)
     told = "/home/me/.venv/lib/triton/runtime/interpreter.py:1353: ValueError: 1/2 of kernels/one/op.py"
@@ -293,6 +317,20 @@ def test_results_of_another_machine_are_added(tmp_path, monkeypatch, capsys):
     assert len(results.load("one", here)) == 6
     with pytest.raises(FileNotFoundError, match="has no results"):
         mutate._merge(tmp_path / "nothing", here)
+
+
+def test_a_survivor_of_another_machine_counts_where_the_function_has_changed_since_it_was_killed(tmp_path, monkeypatch):
+    every = python_mutants(SOURCE, tmp_path, monkeypatch)
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, mutant, status in (
+        (here, dataclasses.replace(every[0], digest="before"), "killed"),
+        (there, every[0], "survived"),
+    ):
+        folder.mkdir()
+        answer = {"status": status, "by": "", "reason": "", "seconds": 1.0}
+        results.path("one", folder).write_text(json.dumps(results.line(mutant, "gpu", "c", answer)) + "\n")
+    assert mutate._merge(there, here) == 0
+    assert [line["status"] for line in results.load("one", here)] == ["survived"]
 
 
 def test_which_gpus_are_used(monkeypatch):

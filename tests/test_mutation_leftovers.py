@@ -75,7 +75,7 @@ def one(tmp_path, monkeypatch):
         text = kept[0] if kept else plans.setdefault("plan", driver._loaded(FILE))
         for word in text.split():
             if word == "crash":
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGSEGV)
             if word == "keeps":
                 kept.append(text)
             if word == "hang":
@@ -83,7 +83,7 @@ def one(tmp_path, monkeypatch):
             if word.startswith("leaves-"):  # something that goes wrong later
                 state.append(word.removeprefix("leaves-"))
         if "crashes" in state and not text.startswith("leaves"):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSEGV)
         spoiled = "spoiled" in state and not text.startswith("leaves")
         skips = "skips" in text
         passes = not spoiled and not text.startswith("wrong") and f"wrong-{item.check}" not in text
@@ -163,7 +163,7 @@ def test_a_mutant_of_python_has_a_process_to_itself(judge, one):
 def test_a_crash_ends_the_process_and_is_judged_again_in_a_new_one(judge):
     judge("wrong")
     found = judge("crash")
-    assert (found["status"], found["by"], found["reason"]) == ("crash", ACCURACY, "SIGKILL")
+    assert (found["status"], found["by"], found["reason"]) == ("crash", ACCURACY, "SIGSEGV")
     assert "again" in found["spent"]
     assert [p.mutants for p in judge.forked] == [1 + 1, 1, 0], "and one is forked ahead"
     assert judge("wrong")["status"] == "killed"

@@ -53,8 +53,14 @@ def test_what_ends_a_process_is_told_apart():
     assert (failed["status"], failed["by"], failed["reason"]) == ("killed", ACCURACY, "wrong")
     raised = answer_to(lambda report: {}["x"])
     assert raised["status"] == "killed" and raised["reason"].startswith("KeyError")
-    crashed = answer_to(lambda report: os.kill(os.getpid(), signal.SIGKILL))
-    assert (crashed["status"], crashed["by"], crashed["reason"]) == ("crash", ACCURACY, "SIGKILL")
+    crashed = answer_to(lambda report: os.kill(os.getpid(), signal.SIGSEGV))
+    assert (crashed["status"], crashed["by"], crashed["reason"]) == ("crash", ACCURACY, "SIGSEGV")
+    ended = answer_to(lambda report: os.kill(os.getpid(), signal.SIGKILL))  # as when the host's memory runs out
+    assert (ended["status"], ended["by"], ended["reason"]) == (
+        "unfinished",
+        "",
+        f"ended from outside, SIGKILL in {ACCURACY}",
+    )
     left = answer_to(lambda report: os._exit(3))
     assert (left["status"], left["reason"]) == ("crash", "exit code 3")
     assert answer_to(lambda report: say(report, skipped=STRIDES))["skipped"] == [STRIDES]

@@ -146,6 +146,12 @@ def test_what_was_not_measured_is_none_and_never_zero():
     assert launch["sm_pct"] is None
 
 
+def test_a_ratio_to_a_counter_that_was_zero_is_none():
+    figures = {ncu.REGISTERS: "nan", "sm__throughput.avg.pct_of_peak_sustained_elapsed": "-nan", ncu.DURATION: "inf"}
+    launch = ncu.parse(_raw_page([("k", RANGES[0], figures)]), RANGES)[RANGES[0]][0]
+    assert launch["registers"] is launch["sm_pct"] is launch["duration_us"] is None
+
+
 def test_launches_go_to_their_range_in_order():
     names = [RANGES[0], RANGES[1], RANGES[2], RANGES[2], "", "other.fwd.a.triton", RANGES[3]]
     page = _raw_page([(f"k{i}", name, {}) for i, name in enumerate(names)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import time
 from argparse import Namespace
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import options
+from harness import options, registry
 from harness.commands import sanitize
+from harness.compiling import build_report
 from harness.nsight import plain_products, sanitizer
 from harness.on_gpu import Place, place
 from harness.reporting import rows_json
@@ -78,6 +80,21 @@ def test_findings_of_other_kernels_are_kept_apart():
     assert sanitizer.parse(MEMCHECK, ["fwd"]).ours == []
 
 
+@pytest.mark.parametrize(
+    ("function", "ours"),
+    [
+        ("toy_kernel(float *, int)", True),
+        ("void toy_kernel<float, (int)4>(float *, int)", True),
+        ("void at::native::toy_kernel<float>(float *, int)", False),
+        ("void cub::scan<toy_kernel>(float *)", False),
+    ],
+)
+def test_templates_of_ours_are_told_from_kernels_in_namespaces(function, ours):
+    found = sanitizer.parse(MEMCHECK.replace("_toy_fwd_kernel", function), ["toy"])
+    assert [finding["kernel"] for finding in (found.ours if ours else found.others)] == [function]
+    assert not (found.others if ours else found.ours)
+
+
 def test_races_name_the_kernel_in_their_first_line():
     (race,) = sanitizer.parse(RACECHECK, ["toy"]).ours
     assert race["kernel"] == "_toy_bwd_kernel"
@@ -110,6 +127,33 @@ def test_a_tool_that_could_not_do_its_work_is_a_failure():
     found = sanitizer.parse(text, ["toy"])
     assert found.ours == []
     assert len(found.failures) == 2
+
+
+def test_every_kernel_that_a_spec_launches_is_instrumented():
+    """Also those of parts, which do not have the folder's name, and those of the kernels that a composed one needs."""
+    built = {kernel["kernel"]: kernel["rows"] for kernel in build_report.load(registry.ROOT / "reports" / "build")}
+    for name in ("attention", "cross_entropy", "heads_gmm", "heads_mlp", "mxfp"):
+        own = sanitizer.own_kernels([name])
+        assert not [row["jit"] for row in built[name] if not any(part in row["jit"] for part in own)]
+    assert {"heads_dhidden", "_heads_sum_kernel"} <= {*sanitizer.own_kernels(["heads_mlp"])}
+    finding = MEMCHECK.replace("_toy_fwd_kernel", "_heads_sum_kernel")
+    assert sanitizer.parse(finding, sanitizer.own_kernels(["heads_mlp"])).ours
+
+
+def test_kernels_from_outside_the_checkout_have_any_name(tmp_path, monkeypatch):
+    (tmp_path / "bench.py").write_text("@triton.jit(do_not_specialize=['n'])\ndef scale(x): pass\ndef plan(x): pass\n")
+    (tmp_path / "more.cu").write_text('extern "C" __global__ void __launch_bounds__(2 * W, 1)\n    add(int x) {}\n')
+    monkeypatch.setenv(registry.OUTSIDE, json.dumps({"mine": f"{tmp_path / 'bench.py'}:SPEC"}))
+    assert sanitizer.own_kernels(["mine"]) == ["mine", "scale", "add"]
+
+
+def test_a_composed_kernel_is_instrumented_with_what_it_needs(toy, monkeypatch):
+    monkeypatch.setattr(options.registry, "load", lambda name: dataclasses.replace(SPEC, needs=("part",)))
+    seen = []
+    command = sanitizer.command
+    monkeypatch.setattr(sanitizer, "command", lambda *parts: seen.append(parts[2]) or command(*parts))
+    code, rows = toy({"memcheck": (sanitizer.FOUND, MEMCHECK.replace("_toy_fwd", "_part_fwd"))})
+    assert seen == [["toy", "part"]] and (code, rows["memcheck"]["status"]) == (1, "findings")
 
 
 @pytest.mark.parametrize("tool", sanitizer.TOOLS)
@@ -182,6 +226,7 @@ def toy(tmp_path, monkeypatch):
     monkeypatch.setattr(sanitize.environment, "capture", lambda device: {"commit": "abc", "time": str(tmp_path)})
     monkeypatch.setattr(sanitizer, "find", lambda: Path("cs"))
     monkeypatch.setattr(sanitizer, "version", lambda tool: "2025.3.1.0")
+    monkeypatch.setattr(sanitizer, "own_kernels", list)
     return sanitized
 
 
@@ -259,6 +304,13 @@ def test_the_worker_runs_the_small_cases_of_ours(monkeypatch, capsys):
     for part in sanitize.parts(2, of_all=2, jobs=2):
         sanitize._work([selection], Namespace(case=None, tool=None, worker=part), where)
     assert ran == [("a", "fwd", "triton"), ("a", "bwd", "triton")]
+
+
+def test_a_kernel_that_exits_fails_and_does_not_end_the_worker(monkeypatch, capsys) -> None:
+    spec = dataclasses.replace(SPEC, implementations={"triton": lambda x: sys.exit(0)})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    assert not sanitize._run(spec, spec.cases[1], "fwd", "triton", torch.device("cpu"))
+    assert capsys.readouterr().out == "failed toy.fwd.a.triton: SystemExit: 0\n"
 
 
 def test_the_worker_runs_what_else_is_ours_where_it_takes_the_case() -> None:

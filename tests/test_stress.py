@@ -141,6 +141,19 @@ def test_a_process_that_fails_is_a_failure(stressed, capsys: pytest.CaptureFixtu
     assert "a process failed: last words" in capsys.readouterr().err
 
 
+def test_a_kernel_that_exits_fails_and_the_others_are_repeated(capsys: pytest.CaptureFixture) -> None:
+    specs = [spec_of(lambda **_: sys.exit(0)), spec_of(double)]
+    chosen = [(spec, spec.cases[0], "fwd", "toy") for spec in specs]
+    assert stress._work(chosen, Namespace(worker=1, seconds=0.0), CPU) == 1
+    printed = capsys.readouterr()
+    assert "SystemExit: 0" in printed.err and json.loads(printed.out)["calls"] == stress.FEWEST_CALLS
+
+
+def test_what_was_never_called_is_not_right(stressed, capsys: pytest.CaptureFixture) -> None:
+    assert stressed("pass", "pass") == (1, [])
+    assert "no implementation is available: nothing was repeated" in capsys.readouterr().err
+
+
 def test_misuse(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["stress", "--processes", "0"]) == 2
     assert "--processes must be at least 1" in capsys.readouterr().err

@@ -151,7 +151,7 @@ def _cases(spec: KernelSpec, cases: Sequence[Case], check: Check, device: str) -
     for group in groups.values():
         group = [case for case in group if unable(spec, case, device) is None] or group
         # The first case that has rows and columns to get wrong: authors put the plain cases first.
-        best = next((case for case in group if min(case.dims.values()) > 1), group[0])
+        best = next((case for case in group if min(case.dims.values(), default=0) > 1), group[0])
         yield best, needs_gpu or unable(spec, best, device)
 
 
@@ -188,7 +188,7 @@ def _bytes(spec: KernelSpec, case: Case) -> int:
 
 
 def run(item: Item, device: str, seed: int = 0) -> Outcome:
-    """Makes one check. An exception in it becomes the outcome and is not raised."""
+    """Makes one check. An exception in it, also sys.exit(), becomes the outcome and is not raised."""
     if item.skip:
         return Outcome(item, "skip", item.skip)
     start = time.perf_counter()
@@ -208,7 +208,7 @@ def run(item: Item, device: str, seed: int = 0) -> Outcome:
         return outcome("skip", Verdict(True, str(skip)))
     except Rejected as rejected:
         return outcome("fail", rejected.verdict)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if execute.out_of_memory(error):
             return outcome("skip", Verdict(True, f"out of memory: {execute.first_line(error)}"))
         return outcome("fail", Verdict(False, f"{type(error).__name__}: {str(error).strip()[:500]}", "raised"))

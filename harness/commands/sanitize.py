@@ -74,8 +74,8 @@ def main(arguments: argparse.Namespace) -> int:
                 if (key := (selection.spec.name, part)) not in alone:
                     alone[key] = pool.submit(sanitizer.run, worker_command(arguments, None, *key), echo=False)
         under_way = {
-            pool.submit(inspect, program, tool, kernel, part, arguments, alone[kernel, part]): i
-            for i, (tool, kernel) in enumerate((tool, selection.spec.name) for tool, selection in wanted)
+            pool.submit(inspect, program, tool, selection.spec, part, arguments, alone[selection.spec.name, part]): i
+            for i, (tool, selection) in enumerate(wanted)
             for part in shares[i]
         }
         try:
@@ -121,16 +121,18 @@ class Inspection:
 
 
 def inspect(
-    program: Path, tool: str, kernel: str, part: str, arguments: argparse.Namespace, alone: Future[tuple[int, str]]
+    program: Path, tool: str, spec: KernelSpec, part: str, arguments: argparse.Namespace, alone: Future[tuple[int, str]]
 ) -> Inspection:
-    """Runs one tool on one process, whose exit code and output without the tool are `alone`."""
+    """Runs one tool on one process, whose exit code and output without the tool are `alone`. The kernels that a
+    composed one needs are its own too."""
     code, output = alone.result()
     if code:
         return Inspection([], [], [f"without {tool} exit code {code}: {_last_line(output)}"], 0)
-    print(f"{tool} {kernel} {part} …", flush=True)
-    worker = worker_command(arguments, tool, kernel, part)
-    code, output = sanitizer.run(sanitizer.command(program, tool, [kernel], worker))
-    found = sanitizer.parse(output, [kernel])
+    print(f"{tool} {spec.name} {part} …", flush=True)
+    worker = worker_command(arguments, tool, spec.name, part)
+    own = sanitizer.own_kernels((spec.name, *spec.needs))
+    code, output = sanitizer.run(sanitizer.command(program, tool, own, worker))
+    found = sanitizer.parse(output, own)
     reasons = list(found.failures)
     if code not in (0, sanitizer.FOUND):
         reasons.append(f"exit code {code}: {_last_line(output)}")
@@ -234,7 +236,7 @@ def _run(spec: KernelSpec, case: Case, mode: str, name: str, device: torch.devic
         torch.cuda.synchronize()
     except execute.Unavailable as error:
         print(f"skipped {label}: {error}", flush=True)
-    except Exception as error:  # the other cases are still worth running
+    except (Exception, SystemExit) as error:  # the other cases are still worth running
         print(f"failed {label}: {type(error).__name__}: {execute.first_line(error)}", flush=True)
         return False
     else:

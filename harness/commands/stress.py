@@ -4,7 +4,7 @@ A data race may need an order of events that hardly ever occurs on a GPU with on
 driver time-slices the SMs, in the middle of kernels: warps of a CTA, and CTAs of a cluster, drift apart as they never
 do otherwise. A kernel that was correct only by timing then gives results that differ from the first ones on the same
 inputs. All our implementations run whose SPEC promises equal repeats ("run-to-run"), in each process in an order of its
-own. Exit code 1 if a repeat differed or a process failed.
+own. Exit code 1 if a repeat differed, a process failed or nothing was repeated.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0, or 1 if a repeat differed or a process failed."""
+    """0, or 1 if a repeat differed, a process failed or nothing was repeated."""
     if arguments.processes < 1 or arguments.seconds < 0:
         raise ValueError("--processes must be at least 1 and --seconds at least 0")
     selections = options.select(arguments)
@@ -88,7 +88,9 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"written: {path}")
     for failure in (*failures, *failed):
         print(f"a process failed: {failure}", file=sys.stderr)
-    return 1 if failures or failed or any(row.wrong for row in rows) else 0
+    if not rows:
+        print("no implementation is available: nothing was repeated", file=sys.stderr)
+    return 1 if failures or failed or not rows or any(row.wrong for row in rows) else 0
 
 
 def groups(selections: Sequence[options.Selection], arguments: argparse.Namespace, device: torch.device) -> list[Group]:
@@ -157,7 +159,7 @@ def _work(chosen: list[Group], arguments: argparse.Namespace, device: torch.devi
             tally = repeat(group, device, arguments.seconds / len(chosen), SEED + arguments.worker)
         except execute.Unavailable:
             continue
-        except Exception as error:  # the other groups are still worth running
+        except (Exception, SystemExit) as error:  # the other groups are still worth running
             failed = True
             spec, case, mode, name = group
             print(f"{spec.name} {case.name} {mode} {name}: {type(error).__name__}: {error}", file=sys.stderr)

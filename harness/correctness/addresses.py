@@ -97,7 +97,8 @@ def _check(pointers: Any, mask: Any, extents: list[Extent], what: str) -> None:
     if not addresses.size:
         return
     size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-    starts, ends = np.array([(0, 0), *extents], dtype=np.int64).T  # an empty extent before all addresses
+    lowest = np.iinfo(np.int64).min  # an empty extent before all addresses
+    starts, ends = np.array([(lowest, lowest), *extents], dtype=np.int64).T
     outside = addresses + size > ends[np.searchsorted(starts, addresses, side="right") - 1]
     if outside.any():
         count = int(outside.sum())

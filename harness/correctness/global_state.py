@@ -7,12 +7,14 @@ restored.
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch.backends import ContextProp
 
@@ -20,14 +22,16 @@ from .accuracy import Verdict
 
 # Setters in torch._C. torch.backends binds its own when it is imported: all its flags go through ContextProp.
 SETTERS = ("_set_default_dtype", "_set_float32_matmul_precision", "_set_deterministic_algorithms")
+SDP = ("flash", "mem_efficient", "math", "cudnn")  # backends of scaled_dot_product_attention
 
 
 def _generators() -> Hashable:
-    """The states of PyTorch's default generators and of Python's."""
+    """The states of PyTorch's default generators, of Python's and of NumPy's."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
-    return (random.getstate(), *(state.numpy().tobytes() for state in states))
+    of_numpy = pickle.dumps(np.random.get_state(legacy=False))
+    return (random.getstate(), of_numpy, *(state.numpy().tobytes() for state in states))
 
 
 def _flags() -> Hashable:
@@ -42,6 +46,10 @@ def _flags() -> Hashable:
     )
 
 
+def _sdp() -> dict[str, bool]:
+    return {backend: getattr(torch.backends.cuda, f"{backend}_sdp_enabled")() for backend in SDP}
+
+
 VALUES: dict[str, Callable[[], Hashable]] = {
     "default dtype": torch.get_default_dtype,
     "default device": torch.get_default_device,
@@ -51,6 +59,7 @@ VALUES: dict[str, Callable[[], Hashable]] = {
     "float32 matmul precision": torch.get_float32_matmul_precision,
     "deterministic mode": torch.get_deterministic_debug_mode,
     "flags of torch.backends": _flags,
+    "backends of attention": lambda: tuple(_sdp().values()),
     "number of threads": torch.get_num_threads,
     "random number generators": _generators,
     "current device": lambda: torch.cuda.current_device() if torch.cuda.is_initialized() else None,
@@ -60,14 +69,17 @@ VALUES: dict[str, Callable[[], Hashable]] = {
 
 @contextmanager
 def put_back() -> Iterator[None]:
-    """Restores the grad mode, default dtype, matmul precision and current device afterwards, so that a kernel which
-    changes one fails its own check and nothing that runs later."""
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    """Restores the grad mode, default dtype, matmul precision, backends of attention and current device afterwards, so
+    that a kernel which changes one fails its own check and nothing that runs later."""
+    sdp, device = _sdp(), torch.cuda.current_device() if torch.cuda.is_initialized() else None
     grad, dtype, precision = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
     try:
         yield
     finally:
         torch.set_grad_enabled(grad)
+        for backend, enabled in sdp.items():
+            if _sdp()[backend] != enabled:
+                getattr(torch.backends.cuda, f"enable_{backend}_sdp")(enabled)
         if torch.get_default_dtype() != dtype:
             torch.set_default_dtype(dtype)
         if torch.get_float32_matmul_precision() != precision:

@@ -28,9 +28,10 @@ from .oracle import Tensors, backward, forward
 
 
 def interleaved(s: Subject, mode: str) -> None:
-    """Runs the forward of one problem, that of another, then their backwards. Neither results nor saved tensors may be
-    in memory that the other call reuses. No input is written to, even if it is restored. No memory of the results
-    remains in use once they are dropped. In modes without a backward this runs with autograd on."""
+    """Runs the forward of one problem, that of another, their backwards, and the first backward once more, as with
+    retain_graph=True. Neither results nor saved tensors may be in memory that another call reuses or the backward
+    writes. No input is written to, even if it is restored. No memory of the results remains in use once they are
+    dropped. In modes without a backward this runs with autograd on."""
     alive = _both(s, mode)
     if alive and any(not ref.expired() for ref in alive):
         gc.collect()  # an autograd function may be part of a reference cycle
@@ -45,6 +46,7 @@ def _both(s: Subject, mode: str) -> list[StorageWeakRef]:
     for i, (_, out_grads) in enumerate(problems, 1):
         tensors |= {f"{n} of problem {i}": g for n, g in zip(grad_names(out_grads or ()), out_grads or (), strict=True)}
     fn = s.on_copies()
+    again: Tensors = ()
     try:
         with writes.watched(tensors) as written, torch.no_grad() if mode in WHOLE else nullcontext():
             outputs, leaves = forward(s.spec, fn, problems[0][0], _wrt(mode))
@@ -53,20 +55,26 @@ def _both(s: Subject, mode: str) -> list[StorageWeakRef]:
             others, other_leaves = forward(s.spec, fn, problems[1][0], _wrt(mode))
             results.append(others)
             if problems[0][1] is not None:
-                gradients = backward(outputs, leaves, problems[0][1])
+                gradients = backward(outputs, leaves, problems[0][1], again=True)
                 copies += _copies(gradients)
                 results += [gradients, backward(others, other_leaves, problems[1][1] or ())]
+            later = _copies(tuple(itertools.chain(*results[::2])))
+            if problems[0][1] is not None:
+                again = _copies(backward(outputs, leaves, problems[0][1]))
     except Exception as error:
         raise as_rejection(error) from error
     if written:
         raise Rejected(Verdict(False, f"{', '.join(dict.fromkeys(written))} was written during the call", "inputs"))
-    first = tuple(t.detach() for t in itertools.chain(*results[::2]))
     inputs, out_grads = problems[0]
-    verdict = s.judge(inputs, out_grads, copies)
-    if verdict.ok and not same_bits(first, copies):
+    truth = s.expected(inputs, out_grads)
+    verdict = s.hold_against(truth, inputs, copies)
+    if verdict.ok and not same_bits(later, copies):
         verdict = Verdict(False, "a second call changed the results of the first", "overwritten")
     if not verdict.ok:
         raise Rejected(verdict, "two problems at once")
+    kept = copies[: len(outputs)]
+    if again and not (verdict := s.hold_against(truth, inputs, (*kept, *again))).ok:
+        raise Rejected(verdict, "a second backward of the same graph")
     held = {t.untyped_storage().data_ptr() for t in tensors.values() if isinstance(t, torch.Tensor)}
     storages = (t.untyped_storage() for t in itertools.chain(*results))
     return [StorageWeakRef(storage) for storage in storages if storage.data_ptr() not in held]

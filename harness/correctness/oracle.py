@@ -51,15 +51,16 @@ def forward(spec: KernelSpec, fn: Op, inputs: Inputs, wrt: Sequence[str] | None 
     return execute.outputs(fn(**{**inputs, **leaves})), tuple(leaves.values())
 
 
-def backward(outputs: Tensors, leaves: Tensors, out_grads: OutGrads) -> Tensors:
-    """Gradients of the leaves; zeros where an output does not depend on a leaf."""
+def backward(outputs: Tensors, leaves: Tensors, out_grads: OutGrads, again: bool = False) -> Tensors:
+    """Gradients of the leaves; zeros where an output does not depend on a leaf. With `again` the graph is kept for
+    another backward."""
     candidates = [t for t in outputs if t.is_floating_point()]
     if len(candidates) != len(out_grads):
         candidates = [t for t in candidates if t.requires_grad]  # the others are declared non-differentiable
     used = [(t, g) for t, g in zip(candidates, out_grads, strict=False) if g is not None and t.requires_grad]
     if not used:
         return tuple(torch.zeros_like(t) for t in leaves)
-    return torch.autograd.grad([t for t, _ in used], leaves, [g for _, g in used], materialize_grads=True)
+    return torch.autograd.grad([t for t, _ in used], leaves, [g for _, g in used], again, materialize_grads=True)
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,9 @@ class Expected:
         noise: list[Tensors] = []
         bin_noise: list[Tensors] = []
         for seed in range(NOISE_SAMPLES if any(few) else 1):
-            if verdict.cause != "error":
-                break  # further samples would only raise the limits
+            # Further samples only raise the limits: of an error, and of what may overflow in an output after it.
+            if verdict.cause != "error" and not (seed and verdict.cause == "nonfinite"):
+                break
             perturbed = self.perturbed(seed)
             if many and not seed:
                 bin_noise = [perturbed]

@@ -13,7 +13,7 @@ import io
 import re
 import tokenize
 
-_IN_CUDA = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_IN_CUDA = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)  # in a string it is no comment
 
 
 def digest(text: str) -> str:
@@ -22,7 +22,7 @@ def digest(text: str) -> str:
 
 
 def cuda(text: str) -> str:
-    return _dense(_IN_CUDA.sub("", text).splitlines())
+    return _dense(_IN_CUDA.sub(lambda found: found[0] if found[0][0] == '"' else "", text).splitlines())
 
 
 def python(text: str) -> str:
@@ -33,7 +33,8 @@ def python(text: str) -> str:
             first = node.body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and type(first.value.value) is str:
                 end = first.end_lineno or first.lineno
-                lines[first.lineno - 1 : end] = [""] * (end - first.lineno + 1)
+                before = lines[first.lineno - 1].encode()[: first.col_offset].decode()  # `class A(B): """One line."""`
+                lines[first.lineno - 1 : end] = [before, *[""] * (end - first.lineno)]
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start

@@ -75,8 +75,10 @@ def _holds(line: Mapping[str, Any], mutant: Mutant) -> bool:
 
 
 def merge(kernel: str, mutants: Iterable[Mutant], source: Path, folder: Path = FOLDER) -> int:
-    """Adds the results of a kernel in `source` to those in `folder`, except survivors that were killed here. Returns
-    the number of results added."""
+    """Adds the results of a kernel in `source` to those in `folder`, except survivors that were killed here, as their
+    function still is. Returns the number of results added."""
+    mutants = list(mutants)
+    tidy(kernel, mutants, folder)
     killed = {(r["key"], r["device"]) for r in load(kernel, folder) if r["status"] in KILLED}
     there = load(kernel, source)
     lines = [r for r in there if r["status"] != "survived" or (r["key"], r["device"]) not in killed]
@@ -101,6 +103,7 @@ def digest_of_checks(kernel: str, quick: bool = False) -> str:
     root = registry.ROOT
     folder = registry.folder(kernel)
     files = [*root.glob("harness/correctness/*.py"), root / "harness/commands/check.py"]
+    files += [root / "harness" / f"{name}.py" for name in ("execute", "interpreter", "sampling", "spec")]
     files += [root / "tests/test_addresses.py", root / "tests/test_call.py"]
     files += [*folder.rglob("test_*.py"), folder / "bench.py", folder / "reference.py"]
     text = "\n".join(plain.python(file.read_text(encoding="utf-8")) for file in sorted(files) if file.is_file())

@@ -32,6 +32,9 @@ from . import results
 from .messages import IMPORT, PHASES, START
 from .mutants import is_cuda
 
+# Signals that no fault of a process raises: the kernel's choice when the host's memory runs out, or someone else's.
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+
 Answer = Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -126,6 +129,8 @@ def _meaning(
         return results.UNFINISHED, "", f"time was up in {at}"
     if os.WIFSIGNALED(ended) and not late:
         number = os.WTERMSIG(ended)
+        if number in FROM_OUTSIDE:
+            return results.UNFINISHED, "", f"ended from outside, {signal.Signals(number).name} in {at}"
         if number != signal.SIGALRM:
             return "crash", at, signal.Signals(number).name
         if reason := _says_nothing(task, said):

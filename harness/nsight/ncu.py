@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 import re
 import shutil
@@ -191,6 +192,8 @@ def _number(text: str, unit: str) -> float | None:
     try:
         value = float(text.replace(",", ""))
     except ValueError:
+        return None
+    if not math.isfinite(value):  # ncu divided by a counter that was 0
         return None
     if time := re.fullmatch(r"(s|second)|([munµ])s(?:econd)?", unit):
         return value * _TIME[time.group(2) or "s"]

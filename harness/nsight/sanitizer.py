@@ -36,6 +36,9 @@ MISSING = (
 
 _PREFIX = "========="
 _AT = re.compile(r"\b(?:at |Device Frame: ?)(?P<function>\S.*?)\+0x[0-9a-f]+(?: in (?P<where>\S+:\d+))?")
+#: Functions that Triton compiles, and kernels of CUDA C++.
+_JITTED = re.compile(r"^@(?:\w+\.)*\w*jit\b(?:.*\n)+?(?:async )?def (\w+)\(", re.MULTILINE)
+_GLOBAL = re.compile(r"\b__global__\s+void\s+(?:__\w+__\s*\([^()]*\)\s*)*(\w+)\s*\(")
 #: The tool's lines about itself; all other lines that are not indented begin a finding.
 _ABOUT = (
     "COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SUMMARY", "Target application", "Program hit",
@@ -76,6 +79,21 @@ def version(tool: Path) -> str:
     text = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False).stdout
     found = re.search(r"Version ([\d.]+)", text)
     return found.group(1) if found else "unknown"
+
+
+def own_kernels(names: Iterable[str]) -> list[str]:
+    """The folders `names`, and the kernels in them that do not have their folder's name in theirs: those of a part,
+    which several folders have. In a folder outside the checkout every function that Triton compiles may be a kernel."""
+    found = []
+    for name in names:
+        found.append(name)
+        folder, suffix = registry.folder(name), "" if name in registry.outside() else "_kernel"
+        for path in sorted((*folder.glob("*"), *folder.glob("*/*"))):
+            pattern = {".py": _JITTED, ".cu": _GLOBAL, ".cuh": _GLOBAL}.get(path.suffix)
+            if pattern and not path.name.startswith("test_"):
+                kernels = pattern.findall(path.read_text(encoding="utf-8"))
+                found += [k for k in kernels if name not in k and (pattern is _GLOBAL or k.endswith(suffix))]
+    return list(dict.fromkeys(found))
 
 
 def command(sanitizer: Path, tool: str, kernels: Iterable[str], program: Sequence[str]) -> list[str]:
@@ -145,7 +163,8 @@ def parse(output: str, kernels: Iterable[str]) -> Findings:
     """Sorts the tool's messages into findings in the named kernels, findings in others, and failures of the tool."""
     result = Findings()
     counted: Counter[tuple[bool, str, str, str]] = Counter()
-    names = [re.compile(rf"_?{re.escape(name)}\w*(?:\(.*)?") for name in kernels]
+    # "void" precedes the name of a template. PyTorch's kernels are in namespaces.
+    names = [re.compile(rf"(?:void )?_?{re.escape(name)}\w*(?:[<(].*)?") for name in kernels]
     for record in _records(output):
         if record[0].startswith(_FAILURES):
             result.failures.append(record[0])
