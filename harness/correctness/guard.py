@@ -40,9 +40,16 @@ END = 4096  # elements
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Fills every torch.empty with NaN (integers: the largest value), through PyTorch's deterministic mode, with
-    warnings instead of errors for ops without a deterministic form. The mode is restored afterwards."""
-    with warnings.catch_warnings(), _filling(True), deterministic(warn_only=True):
+    warnings instead of errors for ops without a deterministic form. The mode is restored afterwards.
+
+    A call inside that asks for the mode gets the former one: an implementation with another path for the deterministic
+    mode must take the one that a user's calls and the timed calls take."""
+    with warnings.catch_warnings(), _filling(True), ExitStack() as stack:
         warnings.simplefilter("ignore")
+        for name in ("_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only"):
+            former = getattr(torch._C, name)()
+            stack.enter_context(mock.patch.object(torch._C, name, lambda former=former: former))
+        stack.enter_context(deterministic(warn_only=True))
         yield
 
 
