@@ -152,7 +152,7 @@ def report(names: list[str], device: str) -> int:
                 print(f"  {choice:20} {found}")
             _print_rule(name)
         except Exception as failure:
-            print(f"  failed    {type(failure).__name__}: {str(failure).strip().splitlines()[0]}")
+            print(f"  failed    {selftest.said(failure)}")
         torch.cuda.empty_cache()
     return 0
 

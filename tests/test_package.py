@@ -45,6 +45,10 @@ def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate=approximate)
 
 
+def _raised(error: Exception) -> torch.Tensor:
+    raise error
+
+
 @pytest.mark.parametrize(
     ("fn", "status"),
     [
@@ -54,8 +58,10 @@ def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
         (lambda x: _gelu(x)[:1], "wrong"),
         (lambda x: _gelu(x) * torch.nan, "wrong"),
         (lambda x: 1 / 0, "failed"),
+        (lambda x: _raised(AssertionError()), "failed"),
+        (lambda x: _raised(torch.OutOfMemoryError("no room")), "failed"),
     ],
-    ids=["right", "a hundredth more", "no gradient", "another shape", "NaN", "an error"],
+    ids=["right", "a hundredth more", "no gradient", "another shape", "NaN", "an error", "a bare assert", "memory"],
 )
 def test_what_is_wrong_is_told(fn, status: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(selftest, "function", lambda op: fn)
