@@ -305,6 +305,15 @@ def test_what_is_fused_of_few_rows_is_timed_where_auto_has_it(name: str, same: b
     assert case.dims["layers"] - 1 == len(FULL.model(dtype=torch.bfloat16).blocks[:-1])
 
 
+def test_the_ablation_says_what_a_replaced_part_takes_with_it() -> None:
+    """The fusions for few rows require our attention, MLP and norm, and our embedding our MLP."""
+    for name, options in bench.ABLATIONS.items():
+        model = TINY.model(**{option: value for option, value in options.items() if option != "optimizer"})
+        fused = model.may_defer and model.weight_gradients != "inline"
+        assert fused != ("no fusion for few rows" in bench.ABLATION_TEXTS[name]), name
+        assert model.fused_embedding != ("embedding" in bench.ABLATION_TEXTS[name]), name
+
+
 def _step_seconds(step: TrainStep, batch: dict[str, torch.Tensor]) -> float:
     """The median of 25 captured steps, by CUDA events."""
     seconds = []
