@@ -186,9 +186,9 @@ class TransformerNP(nn.Module):
     projections "joint" (one GEMM for q, k and v of all rows, if weights are flattened and their gradients are not
                 inline), "apart", or "auto", the choice of `pick_projections`. Layers in one kernel ignore it
     layers_impl "apart" (separate launches per layer), "whole" (one kernel for the forward of all layers but the last
-                and one for the backward: on Hopper, in bf16, for at most 64 context points, d_model 512, 8 heads and
-                flattened weights, whose gradients are deferred unless grad mode is off), or "auto": "whole" if that is
-                possible and `pick_layers` selects it
+                and one for the backward: on Hopper, in bf16, with attention "auto", for at most 64 context points,
+                d_model 512, 8 heads and flattened weights, whose gradients are deferred unless grad mode is off), or
+                "auto": "whole" if that is possible and `pick_layers` selects it
     dtype       of the GEMMs and of intermediate results; None is that of the parameters
 
     Parameters are fp32 unless the model is converted; their values come from `generator`. Raises ValueError for an
@@ -352,6 +352,9 @@ class TransformerNP(nn.Module):
 
     def _why_apart(self, rows: torch.Tensor, places: list[gradients.Place] | list[None]) -> str | None:
         """Why the layers cannot be one launch, apart from their sizes and weights; None if they can."""
+        backward = self.blocks[0].attention.whole
+        if backward not in (None, "auto"):
+            return f"it has a backward of attention of its own, so attention must be 'auto', got {backward!r}"
         if not rows.is_cuda:
             return "it needs a GPU"
         if not self.may_defer or torch.compiler.is_compiling():
