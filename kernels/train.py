@@ -214,10 +214,11 @@ class TrainStep:
             wanted = loss / self.accumulate if self.accumulate > 1 else loss
             (wanted if self.scaler is None else self.scaler.scale(wanted)).backward()
         result = loss.detach()
-        self._ring.index_copy_(0, self._cursor, result.to(torch.float32).view(1))
-        self._cursor.add_(1).remainder_(self.history)
         if kind.last:
             self._update()
+        # After the update: a call that raises is not counted, so its loss must not take a place.
+        self._ring.index_copy_(0, self._cursor, result.to(torch.float32).view(1))
+        self._cursor.add_(1).remainder_(self.history)
         return result
 
     def _update(self) -> None:

@@ -135,6 +135,18 @@ def test_only_the_last_losses_are_kept_and_in_order() -> None:
     assert torch.equal(step.losses(), torch.stack(returned[-4:]))
 
 
+def test_the_loss_of_an_update_that_fails_is_not_kept() -> None:
+    model, optimizer = made()
+    step = TrainStep(loss_of(model), optimizer, history=4)
+    first, second, third = batches(3)
+    returned = [step(**first)]
+    with pytest.MonkeyPatch.context() as broken, pytest.raises(ArithmeticError):
+        broken.setattr(optimizer, "step", lambda: 1 / 0)
+        step(**second)
+    returned += [step(**second), step(**third)]
+    assert torch.equal(step.losses(), torch.stack(returned))
+
+
 def test_models_that_return_an_object_with_a_loss() -> None:
     model, optimizer = made()
 
