@@ -256,7 +256,7 @@ class TransformerNP(nn.Module):
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Initialises weights with variance 1 / columns, divided by the number of branches in the last weight of each
-        branch, and the components' means spread over [−1, 1]."""
+        branch and of the heads, and the components' means spread over [−1, 1]."""
         residual = (2 * len(self.blocks)) ** -0.5 if len(self.blocks) else 1.0
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
@@ -273,15 +273,16 @@ class TransformerNP(nn.Module):
 
     @torch.no_grad()
     def flatten_parameters(self) -> None:
-        """Moves the parameters into one buffer, each at a multiple of 64 elements, as for an RNN. q, k and v can then
-        be one GEMM. The parameters remain the same objects, so an optimizer is not affected. Call it again after a
-        conversion, which allocates each parameter separately."""
-        first = next(self.parameters())
-        sizes = [rounded_up(p.numel(), ALIGNMENT) for p in self.parameters()]
-        room = first.new_zeros(sum(sizes))
-        for parameter, place in zip(self.parameters(), room.split(sizes), strict=True):
-            place = place[: parameter.numel()].view(parameter.shape)
-            parameter.data = place.copy_(parameter)
+        """Moves the parameters into one buffer for each dtype, each at a multiple of 64 elements, as for an RNN. q, k
+        and v can then be one GEMM. The parameters remain the same objects, so an optimizer is not affected. Call it
+        again after a conversion, which allocates each parameter separately."""
+        for dtype in dict.fromkeys(parameter.dtype for parameter in self.parameters()):
+            alike = [parameter for parameter in self.parameters() if parameter.dtype == dtype]
+            sizes = [rounded_up(parameter.numel(), ALIGNMENT) for parameter in alike]
+            room = alike[0].new_zeros(sum(sizes))
+            for parameter, place in zip(alike, room.split(sizes), strict=True):
+                place = place[: parameter.numel()].view(parameter.shape)
+                parameter.data = place.copy_(parameter)
 
     def embedded(self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor) -> torch.Tensor:
         """The rows [B, M + N, d_model] that are the input of the first block."""

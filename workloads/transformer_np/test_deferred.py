@@ -106,6 +106,19 @@ def test_weights_that_lie_together_are_one() -> None:
     assert_same(gradients(made("deferred", "joint", flat=False), task()), gradients(made(), task()))
 
 
+def test_flat_parameters_keep_their_dtypes() -> None:
+    model = made(flat=False).half()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.float() + 1e-6
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    model.flatten_parameters()
+    for parameter, before in zip(model.parameters(), expected, strict=True):
+        assert parameter.dtype == before.dtype and torch.equal(parameter, before)
+    attention = model.blocks[0].attention
+    assert deferred.stacked_weights(attention.q.weight.detach(), attention.kv.weight.detach()) is not None
+
+
 def test_flat_parameters_are_the_same() -> None:
     flat, loose = made(), made(flat=False)
     assert all(torch.equal(a, b) for a, b in zip(flat.parameters(), loose.parameters(), strict=True))
