@@ -237,7 +237,8 @@ class TrainStep:
 
     def _clip(self) -> None:
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.grad_norm.copy_(torch.nn.utils.clip_grad_norm_(params, self.clip or 0.0))
+        norm = torch.nn.utils.clip_grad_norm_(params, self.clip or 0.0)
+        self.grad_norm.copy_(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # a DTensor with FSDP
 
     @contextlib.contextmanager
     def _clipped(self) -> Iterator[None]:
