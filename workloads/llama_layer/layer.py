@@ -283,8 +283,8 @@ class LlamaLayer(nn.Module):
 
     fp8: GEMMs in fp8. Without a gradient each matrix is quantised at the first call and cached with the parameter,
     until that is replaced or changed in place. A change that the tensor's version does not count (through `.data`, by
-    another library, in the replay of a CUDA graph) is not noticed: call `forget_fp8` after it. A parameter that was
-    created in inference mode has no version: it is quantised at each call.
+    another library, by FSDP's gathering, in the replay of a CUDA graph) is not noticed: call `forget_fp8` after it. A
+    parameter that was created in inference mode has no version: it is quantised at each call.
     """
 
     def __init__(
