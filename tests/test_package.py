@@ -139,6 +139,21 @@ def test_what_is_missing_is_told_with_its_command(monkeypatch: pytest.MonkeyPatc
     assert info.WITHOUT_CUPY in list(info.missing()) and "pip install" in info.WITHOUT_CUPY
 
 
+@pytest.mark.parametrize(
+    ("command", "status", "said"), [("info", 0, "no op runs"), ("selftest", 1, "ModuleNotFoundError")]
+)
+def test_without_triton(command: str, status: int, said: str) -> None:
+    code = "import runpy, sys; sys.modules['triton'] = None; runpy.run_module('kernels', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, command, "--op", "gelu"],
+        cwd=registry.ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status and said in done.stdout, done.stderr
+
+
 def test_from_an_empty_folder(tmp_path: Path) -> None:
     """As the installed package: under another name, without the checkout."""
     (tmp_path / "ridgeline").symlink_to(registry.ROOT / "kernels")
