@@ -34,6 +34,7 @@ CHARACTERS = 64
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = (2, 256, 4, 128, 16) if ON_GPU else (1, 48, 2, 16, 4)
 HELD_OUT = 16 * BATCH  # rows
 POINTS = 40  # of a curve
+WARM_UP = 20  # steps that are not timed, of those that compress: the first ones compile kernels and make connections
 
 
 class Block(nn.Module):
@@ -87,8 +88,9 @@ class Text:
 
 
 def train(kind: str, texts: tuple[torch.Tensor, ...], held_out: torch.Tensor, seed: int) -> dict[str, Any]:
-    """Trains one model: its loss at the end on text that it has not seen, that in training, the time of a step."""
-    steps = len(texts)
+    """Trains one model: its loss at the end on text that it has not seen, that in training, the time of a step. A step
+    is timed once compression has begun and is warm; if there are too few steps for that, all are."""
+    steps, warmup = len(texts), 0
     torch.manual_seed(seed)
     model = GPT().to(held_out.device)
     ddp = nn.parallel.DistributedDataParallel(model)
@@ -99,20 +101,29 @@ def train(kind: str, texts: tuple[torch.Tensor, ...], held_out: torch.Tensor, se
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=ON_GPU)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=max(steps, 2))
     losses = torch.zeros(steps, device=held_out.device)  # read at the end: the host never waits for a step
-    begin = time.perf_counter()
+    begin, timed = time.perf_counter(), steps
     for step, text in enumerate(texts):
+        if step == warmup + WARM_UP:
+            synchronize()
+            begin, timed = time.perf_counter(), steps - step
         optimizer.zero_grad()
         loss = ddp(text)
         loss.backward()
         losses[step] = loss.detach()
         optimizer.step()
         schedule.step()
+    synchronize()
+    seconds = time.perf_counter() - begin
     dist.all_reduce(losses)
     curve = curve_of((losses / dist.get_world_size()).tolist())
-    seconds = time.perf_counter() - begin
     with torch.no_grad():
         loss = float(model(held_out))
-    return {"loss": loss, "ms_a_step": 1e3 * seconds / steps, "curve": curve}
+    return {"loss": loss, "ms_a_step": 1e3 * seconds / timed, "curve": curve}
+
+
+def synchronize() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
 
 
 def curve_of(losses: list[float]) -> list[tuple[int, float]]:

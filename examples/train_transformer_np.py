@@ -3,11 +3,12 @@
     python -m examples.train_transformer_np --size full --steps 2000 --out loss.svg      # from the checkout's root
 
 The chart shows the loss over the steps of this model and, for comparison, of the same model in PyTorch's modules (same
-initial weights, same tasks) and of a neural process with mean pooling instead of attention; also the loss of the
-one Gaussian that best fits the targets of a task, which is what a model reaches that ignores x. `--record` writes the
-losses as JSON after each training, and continues the file if it exists, so that seeds may be spread over several calls.
-`python -m harness report` makes a page of reports/<gpu>/training/transformer_np.json. Without a GPU the size is small,
-the kernels are left out, since they are slow in Triton's interpreter, and no step is captured.
+tasks, same initial weights, of which ours are rounded to bf16) and of a neural process with mean pooling instead of
+attention; also the loss of the one Gaussian that best fits all targets of a batch of tasks, which a model reaches that
+ignores x and the context. `--record` writes the losses as JSON after each training, and continues the file if it
+exists, so that seeds may be spread over several calls. `python -m harness report` makes a page of
+reports/<gpu>/training/transformer_np.json. Without a GPU the size is small, the kernels are left out, since they are
+slow in Triton's interpreter, and no step is captured.
 """
 
 import argparse

@@ -130,11 +130,11 @@ def report(names: list[str], device: str) -> int:
     for what in lacks:
         print(f"missing    {what}")
     if device == "cpu":
-        if importlib.util.find_spec("triton"):
-            print("\nWithout a GPU, ops run only in Triton's interpreter: slowly, and correctly only in fp32 and fp16.")
-            print("Set TRITON_INTERPRET=1 before importing ridgeline.")
-        else:
+        if not importlib.util.find_spec("triton"):
             print("\nWithout a GPU and without Triton, no op runs.")
+            return 0  # the rules below are in modules that import Triton
+        print("\nWithout a GPU, ops run only in Triton's interpreter: slowly, and correctly only in fp32 and fp16.")
+        print("Set TRITON_INTERPRET=1 before importing ridgeline.")
         print(
             "\nThe version that auto selects on a GPU of compute capability 9.0 (Hopper) with CuPy, for a bf16 problem"
         )
@@ -152,7 +152,7 @@ def report(names: list[str], device: str) -> int:
                 print(f"  {choice:20} {found}")
             _print_rule(name)
         except Exception as failure:
-            print(f"  failed    {type(failure).__name__}: {str(failure).strip().splitlines()[0]}")
+            print(f"  failed    {selftest.said(failure)}")
         torch.cuda.empty_cache()
     return 0
 

@@ -214,12 +214,15 @@ class RotaryEmbedding(nn.Module):
                 # Tensors of inference mode could not be saved for a backward later.
                 with torch.inference_mode(False):
                     return self.tables(device, positions)
-            if found is not None:
-                self._outgrown.append(found)
             length = max(self.max_positions, positions if found is None else max(positions, 2 * found[0].shape[0]))
             pair = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
             angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), self.base**-pair)
-            found = self._tables[device] = angles.cos(), angles.sin()
+            made = angles.cos(), angles.sin()
+            if type(made[0]) is not torch.Tensor:  # of FakeTensorMode: it has no values for later calls
+                return made
+            if found is not None:
+                self._outgrown.append(found)
+            found = self._tables[device] = made
         return found
 
     def forward(

@@ -214,10 +214,11 @@ class TrainStep:
             wanted = loss / self.accumulate if self.accumulate > 1 else loss
             (wanted if self.scaler is None else self.scaler.scale(wanted)).backward()
         result = loss.detach()
-        self._ring.index_copy_(0, self._cursor, result.to(torch.float32).view(1))
-        self._cursor.add_(1).remainder_(self.history)
         if kind.last:
             self._update()
+        # After the update: a call that raises is not counted, so its loss must not take a place.
+        self._ring.index_copy_(0, self._cursor, result.to(torch.float32).view(1))
+        self._cursor.add_(1).remainder_(self.history)
         return result
 
     def _update(self) -> None:
@@ -236,7 +237,8 @@ class TrainStep:
 
     def _clip(self) -> None:
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.grad_norm.copy_(torch.nn.utils.clip_grad_norm_(params, self.clip or 0.0))
+        norm = torch.nn.utils.clip_grad_norm_(params, self.clip or 0.0)
+        self.grad_norm.copy_(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # a DTensor with FSDP
 
     @contextlib.contextmanager
     def _clipped(self) -> Iterator[None]:

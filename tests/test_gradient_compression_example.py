@@ -7,15 +7,43 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from examples import gradient_compression
 from harness import registry
 from harness.reporting import training
 
 EXAMPLE = registry.ROOT / "examples" / "gradient_compression.py"
 KINDS = ["none", "int8", "fp8", "int4", "topk", "powersgd"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a group of one process over gloo has no GPU")
+@pytest.mark.parametrize(("kind", "untimed"), [("none", 20), ("topk", 23)])
+def test_the_first_steps_are_not_timed(
+    kind: str, untimed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor are those before a kind begins to compress, a tenth of all for topk."""
+    seconds = iter([100.0] * untimed + [1.0] * (30 - untimed))
+    clock = [0.0]
+
+    def forward(model: torch.nn.Module, text: torch.Tensor) -> torch.Tensor:
+        clock[0] += next(seconds, 0.0)
+        return plain(model, text)
+
+    plain = gradient_compression.GPT.forward
+    monkeypatch.setattr(gradient_compression.GPT, "forward", forward)
+    monkeypatch.setattr(gradient_compression, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        rows = gradient_compression.Text(0, torch.device("cpu")).rows(1, 30)
+        found = gradient_compression.train(kind, rows.split(1), rows[:1], 0)
+    finally:
+        dist.destroy_process_group()
+    assert found["ms_a_step"] == 1000.0
 
 
 @pytest.mark.slow

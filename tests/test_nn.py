@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from kernels import nn as ours
@@ -158,6 +159,13 @@ def test_rotary_tables_of_inference_serve_training_and_outlive_longer_ones() -> 
     module(rand(1, 9, 2, 8))
     assert all(table() is not None for table in tables)
     assert not copy.deepcopy(module)._outgrown
+
+
+def test_rotary_tables_of_fake_tensors_are_not_kept() -> None:
+    module, q = ours.RotaryEmbedding(8, max_positions=4), rand(1, 3, 2, 8)
+    with FakeTensorMode() as mode:
+        module(mode.from_tensor(q))
+    close(module(q), ours.RotaryEmbedding(8, max_positions=4)(q))
 
 
 def test_rotary_tables_are_made_and_grow_in_a_compiled_graph() -> None:

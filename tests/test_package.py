@@ -45,6 +45,10 @@ def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate=approximate)
 
 
+def _raised(error: Exception) -> torch.Tensor:
+    raise error
+
+
 @pytest.mark.parametrize(
     ("fn", "status"),
     [
@@ -54,8 +58,10 @@ def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
         (lambda x: _gelu(x)[:1], "wrong"),
         (lambda x: _gelu(x) * torch.nan, "wrong"),
         (lambda x: 1 / 0, "failed"),
+        (lambda x: _raised(AssertionError()), "failed"),
+        (lambda x: _raised(torch.OutOfMemoryError("no room")), "failed"),
     ],
-    ids=["right", "a hundredth more", "no gradient", "another shape", "NaN", "an error"],
+    ids=["right", "a hundredth more", "no gradient", "another shape", "NaN", "an error", "a bare assert", "memory"],
 )
 def test_what_is_wrong_is_told(fn, status: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(selftest, "function", lambda op: fn)
@@ -131,6 +137,21 @@ def test_info_finds_what_auto_takes_on_hopper(kernel_name: str) -> None:
 def test_what_is_missing_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info.importlib.util, "find_spec", lambda name: None)
     assert info.WITHOUT_CUPY in list(info.missing()) and "pip install" in info.WITHOUT_CUPY
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "said"), [("info", 0, "no op runs"), ("selftest", 1, "ModuleNotFoundError")]
+)
+def test_without_triton(command: str, status: int, said: str) -> None:
+    code = "import runpy, sys; sys.modules['triton'] = None; runpy.run_module('kernels', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, command, "--op", "gelu"],
+        cwd=registry.ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status and said in done.stdout, done.stderr
 
 
 def test_from_an_empty_folder(tmp_path: Path) -> None:

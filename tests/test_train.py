@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from kernels.adamw import AdamW
 from kernels.nn import RotaryEmbedding
@@ -116,6 +120,27 @@ def test_the_norm_is_that_before_clipping() -> None:
     assert float(step.grad_norm) == float(norm) > CLIP
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a group of one process over gloo has no GPU")
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_of_shards_are_clipped(fused: bool, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        steps = []
+        for shard in (False, True):
+            model, _ = made()
+            if shard:
+                fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+            steps.append(TrainStep(loss_of(model), optimizer, clip=CLIP))
+            for batch in batches(3):
+                steps[-1](**batch)
+        assert steps[0].grad_norm > CLIP
+        torch.testing.assert_close(steps[1].grad_norm, steps[0].grad_norm)
+        torch.testing.assert_close(steps[1].losses(), steps[0].losses())
+    finally:
+        dist.destroy_process_group()
+
+
 def test_an_update_with_infinite_gradients_is_left_out() -> None:
     model, optimizer = made()
     before = copy.deepcopy(model.state_dict())
@@ -133,6 +158,18 @@ def test_only_the_last_losses_are_kept_and_in_order() -> None:
     assert step.losses().numel() == 0
     returned = [step(**batch) for batch in batches(6)]
     assert torch.equal(step.losses(), torch.stack(returned[-4:]))
+
+
+def test_the_loss_of_an_update_that_fails_is_not_kept() -> None:
+    model, optimizer = made()
+    step = TrainStep(loss_of(model), optimizer, history=4)
+    first, second, third = batches(3)
+    returned = [step(**first)]
+    with pytest.MonkeyPatch.context() as broken, pytest.raises(ArithmeticError):
+        broken.setattr(optimizer, "step", lambda: 1 / 0)
+        step(**second)
+    returned += [step(**second), step(**third)]
+    assert torch.equal(step.losses(), torch.stack(returned))
 
 
 def test_models_that_return_an_object_with_a_loss() -> None:

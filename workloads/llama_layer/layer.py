@@ -283,7 +283,8 @@ class LlamaLayer(nn.Module):
 
     fp8: GEMMs in fp8. Without a gradient each matrix is quantised at the first call and cached with the parameter,
     until that is replaced or changed in place. A change that the tensor's version does not count (through `.data`, by
-    another library, in the replay of a CUDA graph) is not noticed: call `forget_fp8` after it.
+    another library, by FSDP's gathering, in the replay of a CUDA graph) is not noticed: call `forget_fp8` after it. A
+    parameter that was created in inference mode has no version: it is quantised at each call.
     """
 
     def __init__(
@@ -338,12 +339,17 @@ class LlamaLayer(nn.Module):
                 # Tensors of inference mode could not be saved for a backward later.
                 with torch.inference_mode(False):
                     return self.angles(device, length)
-            self._angles[key] = rope_tables(length, self.config.head_dim, self.config.rope_base, device)
+            made = rope_tables(length, self.config.head_dim, self.config.rope_base, device)
+            if type(made[0]) is not torch.Tensor:  # of FakeTensorMode: it has no values for later calls
+                return made
+            self._angles[key] = made
         return self._angles[key]
 
     def quantised(self, name: str) -> FP8Weight:
         """A matrix in fp8, cached while the parameter is the same and unchanged."""
         weight = getattr(self, name)
+        if weight.is_inference():  # it has no version, so a change could not be noticed
+            return fp8_weight(weight)
         state = weight._version, weight.data_ptr(), weight.dtype, weight.device
         kept = self._quantised.get(name)
         if kept is None or kept[0] is not weight or kept[1] != state:

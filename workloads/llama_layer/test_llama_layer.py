@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness import registry
 
@@ -59,6 +60,14 @@ def test_tables_of_inference_serve_training() -> None:
     out = layer(x)
     close(out, expected.clone())
     out.sum().backward()
+
+
+def test_tables_of_fake_tensors_are_not_kept() -> None:
+    layer, x = LlamaLayer(TINY, device=DEVICE), torch.randn(2, 7, 24, device=DEVICE)
+    expected = copy.deepcopy(layer)(x)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        layer(mode.from_tensor(x))
+    close(layer(x), expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
@@ -310,6 +319,16 @@ def test_a_weight_in_fp8_is_kept_until_its_parameter_changes() -> None:
         layer.forget_fp8()
         assert torch.equal(layer(x), before)
         assert torch.equal(copy.deepcopy(layer)(x), before)
+
+
+def test_weights_in_fp8_of_inference_mode_follow_their_parameters() -> None:
+    with torch.inference_mode():
+        layer = LlamaLayer(LayerConfig(32, 2, 1, 48), fp8=True, device=DEVICE)
+        x = torch.randn(1, 5, 32, device=DEVICE)
+        before = layer(x)
+        assert torch.equal(layer(x), before)
+        layer.w_up.mul_(2)
+        assert not torch.equal(layer(x), before)
 
 
 def test_gradients_in_fp8_are_a_few_percent_off_and_the_result_is_that_without() -> None:

@@ -81,9 +81,10 @@ def views(vector: torch.Tensor, sizes: Sizes) -> dict[str, torch.Tensor]:
     return {name: vector[at : at + prod(shape)].view(shape) for name, at, shape in places(sizes)[0]}
 
 
-def made(sizes: Sizes, device: torch.device, architectures: Any = None) -> Any:
+def made(sizes: Sizes, device: torch.device, architectures: Any = None, attention: str = "sdpa") -> Any:
     """transformers' causal language model of these sizes, in training mode, with SDPA. It has no weights: each call
-    passes them. `architectures` is the module with the model's class, by default transformers."""
+    passes them. `architectures` is the module with the model's class, by default transformers; `attention` is the
+    name of the attention among transformers'."""
     import transformers
 
     family = FAMILIES[sizes.family]
@@ -99,7 +100,7 @@ def made(sizes: Sizes, device: torch.device, architectures: Any = None) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
         tie_word_embeddings=True,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation=attention,
     )
     with torch.random.fork_rng(devices=[]), torch.device("meta"):  # random numbers are drawn even for meta tensors
         model = getattr(architectures or transformers, f"{family}ForCausalLM")(config)

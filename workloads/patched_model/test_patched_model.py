@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,7 +16,7 @@ from harness.correctness.stand_in import checked
 
 from . import SIZES, patched_model
 from .bench import HOST, SMALL, SPEC, STAND_IN_LAYERS, TINY, make_inputs, sizes_of, stand_in
-from .peers import liger, plain
+from .peers import compiled, liger, plain
 from .reference import loss_and_norms, of_norms, patched_model_reference
 from .step import FAMILIES, _patched, loss_of, made, places, views
 
@@ -82,6 +83,25 @@ def test_a_library_that_changes_a_module_changes_its_own_copy() -> None:
     assert (modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaRMSNorm) == before
     torch.testing.assert_close(losses["patched"], losses["plain"])
     assert not torch.allclose(losses["changed"], losses["plain"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", TINY_CASES, ids=lambda case: case.name)
+def test_the_compiled_model_has_the_attention_of_the_one_that_is_not(case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Causal, without a mask in memory or copies of k and v: otherwise PyTorch could not choose flash attention."""
+    seen: list[dict] = []
+
+    def traced(graph: torch.fx.GraphModule, inputs: list):
+        seen.extend(node.kwargs for node in graph.graph.nodes if node.target is F.scaled_dot_product_attention)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=traced))
+    given = inputs_of(case)
+    loss = compiled.__wrapped__(given["sizes"], given["tokens"].device)(
+        given["tokens"], views(given["weights"], given["sizes"])
+    )
+    assert len(seen) == given["sizes"].num_hidden_layers
+    assert all(kwargs["is_causal"] and kwargs["attn_mask"] is None and kwargs["enable_gqa"] for kwargs in seen)
+    torch.testing.assert_close(loss.float(), SPEC.reference(**given)[0].float(), rtol=1e-4, atol=1e-5)
 
 
 def test_cost_counts_what_a_model_multiplies() -> None:

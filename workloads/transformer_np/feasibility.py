@@ -135,12 +135,15 @@ def feasibility(
         raise ValueError(f"feasibility: checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
     if min(context, targets, batch) < 1:
         raise ValueError(f"feasibility: context, targets and batch must be positive, got {context, targets, batch}")
+    sizes = Sizes() if sizes is None else sizes
+    if sizes.layers < 1:
+        raise ValueError(f"feasibility: sizes must have at least one layer, got {sizes.layers}")
     if isinstance(rates, str):
         if rates not in RATES:
             raise ValueError(f"feasibility: rates must be Rates or one of {', '.join(RATES)}, got {rates!r}")
         rates = RATES[rates]
     together = layers_impl == "auto" and dtype == torch.bfloat16 and rates.layer > 0
-    step = _Step(Sizes() if sizes is None else sizes, context, targets, batch, dtype.itemsize, checkpoint, together)
+    step = _Step(sizes, context, targets, batch, dtype.itemsize, checkpoint, together)
     return Feasibility(_memory(step), _seconds(step, _Clock(rates)))
 
 
@@ -305,5 +308,5 @@ def _seconds(step: _Step, clock: _Clock) -> dict[str, float]:
         together = (layers - 1) * (clock.rates.layer + weights / clock.rates.matmul)
         return {"layers": together, **last, **_others(step, clock)}
     inner = _layer(step, clock, step.rows, step.deferred)
-    stages = {name: (layers - 1) * inner[name] + last[name] if layers else 0.0 for name in inner}
+    stages = {name: (layers - 1) * inner[name] + last[name] for name in inner}
     return {**stages, **_others(step, clock)}

@@ -150,6 +150,16 @@ class Block(nn.Module):
         x, rows = deferred.norm(rows, branch, weights["before mlp"], EPS, place, "before mlp")
         return rows, deferred.feed_forward(x, weights["up"], weights["down"], place)
 
+    def hooked(self) -> bool:
+        """Whether a hook is registered on a part of the block. A call that defers gradients does not call all parts,
+        and the gradients come after the hooks of the backward: FSDP, for example, would not reduce them."""
+        parts = (self, *self._modules.values(), *self.attention._modules.values())
+        return any(
+            part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+            for part in parts
+            if part is not None
+        )
+
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights whose gradients can be deferred to a place, by kind."""
         products, mlp = self.attention, self.mlp
@@ -182,13 +192,14 @@ class TransformerNP(nn.Module):
                 of all layers but the last: "inline", in each layer's backward; "deferred", as one batched GEMM per kind
                 of weight after the backward has passed all layers; "overlapped", on a side stream concurrently with the
                 backward; "auto", the choice of `pick_weight_gradients`. All but "inline" require eager calls with
-                ridgeline's attention, MLP and norm, without a checkpoint
+                ridgeline's attention, MLP and norm, without a checkpoint, and blocks without hooks of modules and
+                without wrappers, such as those of FSDP
     projections "joint" (one GEMM for q, k and v of all rows, if weights are flattened and their gradients are not
                 inline), "apart", or "auto", the choice of `pick_projections`. Layers in one kernel ignore it
     layers_impl "apart" (separate launches per layer), "whole" (one kernel for the forward of all layers but the last
                 and one for the backward: on Hopper, in bf16, with attention "auto", for at most 64 context points,
-                d_model 512, 8 heads and flattened weights, whose gradients are deferred unless grad mode is off), or
-                "auto": "whole" if that is possible and `pick_layers` selects it
+                d_model 512, 8 heads, blocks without hooks and wrappers, and flattened weights, whose gradients are
+                deferred unless grad mode is off), or "auto": "whole" if that is possible and `pick_layers` selects it
     dtype       of the GEMMs and of intermediate results; None is that of the parameters
 
     Parameters are fp32 unless the model is converted; their values come from `generator`. Raises ValueError for an
@@ -256,7 +267,7 @@ class TransformerNP(nn.Module):
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Initialises weights with variance 1 / columns, divided by the number of branches in the last weight of each
-        branch, and the components' means spread over [−1, 1]."""
+        branch and of the heads, and the components' means spread over [−1, 1]."""
         residual = (2 * len(self.blocks)) ** -0.5 if len(self.blocks) else 1.0
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
@@ -273,15 +284,16 @@ class TransformerNP(nn.Module):
 
     @torch.no_grad()
     def flatten_parameters(self) -> None:
-        """Moves the parameters into one buffer, each at a multiple of 64 elements, as for an RNN. q, k and v can then
-        be one GEMM. The parameters remain the same objects, so an optimizer is not affected. Call it again after a
-        conversion, which allocates each parameter separately."""
-        first = next(self.parameters())
-        sizes = [rounded_up(p.numel(), ALIGNMENT) for p in self.parameters()]
-        room = first.new_zeros(sum(sizes))
-        for parameter, place in zip(self.parameters(), room.split(sizes), strict=True):
-            place = place[: parameter.numel()].view(parameter.shape)
-            parameter.data = place.copy_(parameter)
+        """Moves the parameters into one buffer for each dtype, each at a multiple of 64 elements, as for an RNN. q, k
+        and v can then be one GEMM. The parameters remain the same objects, so an optimizer is not affected. Call it
+        again after a conversion, which allocates each parameter separately."""
+        for dtype in dict.fromkeys(parameter.dtype for parameter in self.parameters()):
+            alike = [parameter for parameter in self.parameters() if parameter.dtype == dtype]
+            sizes = [rounded_up(parameter.numel(), ALIGNMENT) for parameter in alike]
+            room = alike[0].new_zeros(sum(sizes))
+            for parameter, place in zip(alike, room.split(sizes), strict=True):
+                place = place[: parameter.numel()].view(parameter.shape)
+                parameter.data = place.copy_(parameter)
 
     def embedded(self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor) -> torch.Tensor:
         """The rows [B, M + N, d_model] that are the input of the first block."""
@@ -323,6 +335,8 @@ class TransformerNP(nn.Module):
         layers = self.blocks[:-1]
         if not (self.may_defer and torch.is_grad_enabled() and len(layers)) or torch.compiler.is_compiling():
             return [None] * len(layers)
+        if not self.unwrapped():
+            return [None] * len(layers)
         weights = [block.weights() for block in layers]
         if not any(weight.requires_grad for layer in weights for weight in layer.values()):
             return [None] * len(layers)
@@ -332,6 +346,10 @@ class TransformerNP(nn.Module):
                 len(layers), rows.shape[:-1].numel(), rows.shape[-1], hidden, rows.itemsize
             )
         return [None] * len(layers) if how == "inline" else gradients.places(weights, how == "overlapped")
+
+    def unwrapped(self) -> bool:
+        """Whether all layers but the last are called as they were built: without a wrapper, and without hooks."""
+        return all(isinstance(block, Block) and not block.hooked() for block in self.blocks[:-1])
 
     def whole_layers(
         self, rows: torch.Tensor, context: int, places: list[gradients.Place] | list[None]
@@ -352,13 +370,15 @@ class TransformerNP(nn.Module):
 
     def _why_apart(self, rows: torch.Tensor, places: list[gradients.Place] | list[None]) -> str | None:
         """Why the layers cannot be one launch, apart from their sizes and weights; None if they can."""
-        backward = self.blocks[0].attention.whole
+        backward = self.blocks[0].attention.whole if self.may_defer else None
         if backward not in (None, "auto"):
             return f"it has a backward of attention of its own, so attention must be 'auto', got {backward!r}"
         if not rows.is_cuda:
             return "it needs a GPU"
         if not self.may_defer or torch.compiler.is_compiling():
             return "it requires eager calls, ridgeline's attention, MLP and norm, and no checkpointing"
+        if None in places and not self.unwrapped():  # places are given only to unwrapped layers
+            return "it calls no hook of a module, and no wrapper"
         deferred_ = all(place is not None and not place.operands.overlapped for place in places)
         if torch.is_grad_enabled() and not deferred_:
             return "it requires deferred weight gradients (weight_gradients)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 
@@ -162,7 +163,7 @@ def _differentiated(
 def _median(name: str, run: Run, device: torch.device, repeats: int) -> float:
     if device.type != "cuda":
         run()  # compiles
-        return _middle([_by_the_host(run) for _ in range(repeats)])
+        return statistics.median([_by_the_host(run) for _ in range(repeats)])
     with torch.cuda.device(device):
         once = _replays(name, _captured(run, 1), repeats)
         copies = min(COPIES, math.ceil(ENOUGH / once))
@@ -189,14 +190,10 @@ def _replays(name: str, graph: torch.cuda.CUDAGraph, repeats: int) -> float:
             graph.replay()
             end.record()
     torch.cuda.synchronize()
-    return _middle([begin.elapsed_time(end) / 1e3 for begin, end in events])
+    return statistics.median([begin.elapsed_time(end) / 1e3 for begin, end in events])
 
 
 def _by_the_host(run: Run) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
-
-
-def _middle(seconds: list[float]) -> float:
-    return sorted(seconds)[len(seconds) // 2]

@@ -88,7 +88,7 @@ def _exact(x: torch.Tensor, kernel: str, generator: torch.Generator | None) -> t
 
 
 def _by_features(x: torch.Tensor, kernel: str, generator: torch.Generator | None) -> torch.Tensor:
-    """√(2 / F) Σ cos(ω x + φ), with φ uniform and ω drawn from the kernel's spectral density."""
+    """√(1 / F) Σ a cos ω x + b sin ω x, with a and b normal and ω drawn from the kernel's spectral density."""
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)

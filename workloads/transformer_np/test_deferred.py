@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import kernels.adamw
 from kernels.train import TrainStep
@@ -106,6 +109,19 @@ def test_weights_that_lie_together_are_one() -> None:
     assert_same(gradients(made("deferred", "joint", flat=False), task()), gradients(made(), task()))
 
 
+def test_flat_parameters_keep_their_dtypes() -> None:
+    model = made(flat=False).half()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.float() + 1e-6
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    model.flatten_parameters()
+    for parameter, before in zip(model.parameters(), expected, strict=True):
+        assert parameter.dtype == before.dtype and torch.equal(parameter, before)
+    attention = model.blocks[0].attention
+    assert deferred.stacked_weights(attention.q.weight.detach(), attention.kv.weight.detach()) is not None
+
+
 def test_flat_parameters_are_the_same() -> None:
     flat, loose = made(), made(flat=False)
     assert all(torch.equal(a, b) for a, b in zip(flat.parameters(), loose.parameters(), strict=True))
@@ -176,6 +192,44 @@ def test_what_cannot_be_deferred_is_inline() -> None:
         assert modes(**options) == [False] * 2
     with torch.no_grad():
         assert modes() == [False] * 2
+
+
+@pytest.mark.parametrize("part", ["", "norm", "mlp", "attention", "attention.norm", "attention.out"])
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_modules_with_hooks_are_called(part: str, register: str) -> None:
+    """A call that defers gradients runs the parts of a block without calling their modules."""
+    model, seen = made("deferred"), []
+    handle = getattr(model.blocks[0].get_submodule(part), register)(lambda *_: seen.append(part))
+    assert_same(gradients(model, task()), gradients(made(), task()))
+    assert seen == [part]
+    handle.remove()
+    assert model.unwrapped()
+    model.blocks[1] = torch.nn.Sequential(model.blocks[1])
+    assert not model.unwrapped()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a group of one process over gloo has no GPU")
+@pytest.mark.parametrize("gathered", [False, True])
+def test_shards_of_blocks_have_their_gradients(gathered: bool, tmp_path: Path) -> None:
+    """Also if the weights stay gathered after a backward, as to accumulate gradients: FSDP reduces the gradients of a
+    block when those of its inputs are there."""
+    expected = [2 * grad for grad in gradients(made(), task()).values()]
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = made("auto", flat=False)
+        mesh = init_device_mesh("cpu", (1,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        register_fsdp_forward_method(fully_shard(model, mesh=mesh), "loss")
+        model.set_reshard_after_backward(not gathered)
+        for _ in range(2):
+            model.loss(**task()).backward()
+        for module in (model, *model.blocks):
+            module.reshard()
+        for parameter, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), grad, rtol=1e-4, atol=1e-5)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_rules() -> None:

@@ -279,6 +279,13 @@ def test_stages(parts: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_a_stage_is_the_median_of_its_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of two, which is what the bench has for many points."""
+    stages_module, seconds = sys.modules[stages.__module__], iter((1.0, 3.0))
+    monkeypatch.setattr(stages_module, "_by_the_host", lambda run: next(seconds))
+    assert stages_module._median("mlp", lambda: None, torch.device("cpu"), 2) == 2.0
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="the case is fp32, for which PyTorch has flash attention only on the CPU")
 def test_stages_that_the_bench_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bench records stages of ours and of PyTorch's parts, but not of implementations that share stages with these,
@@ -303,6 +310,15 @@ def test_what_is_fused_of_few_rows_is_timed_where_auto_has_it(name: str, same: b
         assert bool(SPEC.skip_reason(implementation, case, "train")) == same
     assert SPEC.skip_reason("auto", case, "train") is SPEC.skip_reason("torch-mlp", case, "train") is None
     assert case.dims["layers"] - 1 == len(FULL.model(dtype=torch.bfloat16).blocks[:-1])
+
+
+def test_the_ablation_says_what_a_replaced_part_takes_with_it() -> None:
+    """The fusions for few rows require our attention, MLP and norm, and our embedding our MLP."""
+    for name, options in bench.ABLATIONS.items():
+        model = TINY.model(**{option: value for option, value in options.items() if option != "optimizer"})
+        fused = model.may_defer and model.weight_gradients != "inline"
+        assert fused != ("no fusion for few rows" in bench.ABLATION_TEXTS[name]), name
+        assert model.fused_embedding != ("embedding" in bench.ABLATION_TEXTS[name]), name
 
 
 def _step_seconds(step: TrainStep, batch: dict[str, torch.Tensor]) -> float:
@@ -358,7 +374,8 @@ def test_feasibility_follows_the_sizes() -> None:
     twice = feasibility(10_000, 1000, 8, PEAK)
     assert twice.memory["activations"] == 2 * base.memory["activations"]
     wrong = (((0, 1, 1), {}), ((1, 1, 1), dict(checkpoint="all")), ((1, 1, 1), dict(layers_impl="whole")))
-    for arguments, options in wrong:
+    none = (((1, 1, 1), dict(sizes=dataclasses.replace(FULL, layers=0), checkpoint=name)) for name in ("none", "block"))
+    for arguments, options in (*wrong, *none):
         with pytest.raises(ValueError, match="feasibility:"):
             feasibility(*arguments, PEAK, **options)
 

@@ -86,6 +86,10 @@ def test_where_it_cannot_be() -> None:
     asked = model(device="cpu", layers_impl="whole")
     with pytest.raises(RuntimeError, match="layers_impl must not be 'whole' here: it needs a GPU"):
         asked.loss(**task(1, 4, 4, "cpu"))
+    for backward in ("separate", "fused"):  # the rows of the bench with this name run this backward in every layer
+        named = model(device="cpu", layers_impl="whole", attention=backward)
+        with pytest.raises(RuntimeError, match=f"attention must be 'auto', got '{backward}'"):
+            named.loss(**task(1, 4, 4, "cpu"))
     assert "in one buffer" in whole.missing(torch.zeros(1, 8, 512), 4, 8, None)
     with torch.device("meta"), pytest.raises(ValueError, match="layers_impl must be one of auto, whole, apart"):
         TransformerNP(1, 16, 2, 8, layers_impl="none")
@@ -291,6 +295,7 @@ def test_the_step_takes_it() -> None:
         (dict(weight_gradients="inline"), (1, 4, 4), "deferred weight gradients"),
         (dict(weight_gradients="overlapped"), (1, 4, 4), "deferred weight gradients"),
         (dict(checkpoint="block"), (1, 4, 4), "no checkpointing"),
+        (dict(attention="separate"), (1, 4, 4), "attention must be 'auto'"),
     ],
 )
 def test_what_it_does_not_take(options: dict, shape: tuple[int, int, int], reason: str) -> None:
