@@ -54,7 +54,7 @@ def test_ten_percent_slower_is_slower_and_faster_is_faster() -> None:
 def test_the_same_distribution_is_never_slower_or_faster(n: int, ties: float) -> None:
     found = Counter(verdict(noisy(100, s, n, ties=ties), noisy(100, s + 5000, n, ties=ties)) for s in range(100))
     assert not found[SLOWER] and not found[FASTER]
-    assert found[SAME] > 93
+    assert found[SAME] > (93 if n > 7 else 70)
 
 
 def test_even_noise_of_five_percent_does_not_make_the_same_thing_slower() -> None:
@@ -74,13 +74,15 @@ def test_a_certain_change_below_the_threshold_is_the_same() -> None:
     assert at_the_border[UNSURE] >= 50 and at_the_border[SLOWER] <= 5
 
 
-def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+@pytest.mark.parametrize("n", [6, 7, 10, 20, 50])
+def test_the_interval_covers_the_truth_as_often_as_it_says(n: int) -> None:
+    """With the bootstrap alone it was 88 % with 6 samples, and 92 % with 7 to 10."""
     hits = 0
     for seed in range(300):
-        ratio = ratio_of_medians(noisy(100, seed, 50, 0.02), noisy(105, seed + 9000, 50, 0.02))
+        ratio = ratio_of_medians(noisy(100, seed, n, 0.02), noisy(105, seed + 9000, n, 0.02))
         assert ratio is not None
         hits += ratio.low <= 1.05 <= ratio.high
-    assert hits >= 0.92 * 300
+    assert hits >= 0.95 * 300
 
 
 def test_fewer_than_six_samples_say_nothing() -> None:

@@ -232,10 +232,16 @@ def unqueued(rows: Rows) -> Rows:
     return rows
 
 
+def few(rows: Rows) -> Rows:
+    rows[0]["columns"]["cold"]["n"] = 5
+    return rows
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
         (throttled, "the GPU throttled"),
+        (few, "fewer than 6 samples"),
         (wide, "a confidence interval wider than 2 %"),
         (warned, "a warning by the harness"),
         (unqueued, "a warning by the harness"),
@@ -245,6 +251,10 @@ def test_rows_that_the_harness_flags_stay_out(tmp_path: Path, spoil: Any, reason
     flagged = spoil(case("flagged", PLAIN))
     found = mean(tmp_path, case("plain", PLAIN), flagged)
     assert found.values == pytest.approx([1.2]) and found.left_out == {"flagged": (reason,)}
+
+
+def test_a_cuda_graph_includes_no_host_time(tmp_path: Path) -> None:
+    assert mean(tmp_path, unqueued(case("plain", PLAIN, headline="graph"))).values == pytest.approx([1.2])
 
 
 def test_a_peer_that_is_newer_than_the_record_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

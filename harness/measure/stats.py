@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 RESAMPLES = 2000
+FEWEST = 6  # with fewer samples not even their range contains the median with a probability of 95 %
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -44,7 +45,7 @@ def median_ci(ordered: Sequence[float], looks: int = 1) -> tuple[float, float]:
 
     The number of samples below the median is Binomial(n, 1/2), so the k-th smallest and k-th largest bracket it with
     probability 1 − 2·P(B < k) (David and Nagaraja, Order Statistics, 7.1). Where no k reaches the level, as with fewer
-    than 6 samples at one look, the whole range is returned.
+    than FEWEST samples at one look, the whole range is returned.
     """
     n = len(ordered)
     k, tail, log_term = 0, 0.0, -n * math.log(2)  # P(B = k); its logarithm does not underflow

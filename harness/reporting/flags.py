@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..measure.stats import FEWEST
 from ..roofline import MARGIN, MEMORY
 from .entries import Row
 from .findings import Finding, Speedup
@@ -61,6 +62,12 @@ WIDE_INTERVAL = Flag(
     "Noisy: the 95 % confidence interval of the time, or of the speed-up over the fastest peer, is wider than "
     f"{100 * WIDE:.0f} %.",
 )
+FEW = Flag(
+    "△",
+    f"fewer than {FEWEST} samples",
+    f"Fewer than {FEWEST} samples: what stands for the 95 % confidence interval of the time, a speed-up or an "
+    "efficiency is their range, which contains the median less often.",
+)
 WARNED = Flag("§", "a warning by the harness", "The harness warns about this row; see the page of the mode.")
 FAILED = Flag(
     "¶",
@@ -83,7 +90,14 @@ OTHER_RUN = Flag(
 
 def of_row(finding: Finding, row: Row) -> list[Flag]:
     """The doubts about the time of one implementation."""
-    found = throttled(finding, row), over(finding, row), _wide(finding, row), _warned(row), _other_run(finding, row)
+    found = (
+        throttled(finding, row),
+        over(finding, row),
+        _wide(finding, row),
+        _few(finding, row),
+        _warned(finding, row),
+        _other_run(finding, row),
+    )
     return [flag for flag in found if flag]
 
 
@@ -120,10 +134,17 @@ def _wide(finding: Finding, row: Row) -> Flag | None:
     return WIDE_INTERVAL if wide else None
 
 
-def _warned(row: Row) -> Flag | None:
-    """Any warning of ours; of a peer only that its time includes host time, since a less accurate peer still counts."""
-    warnings = row.get("warnings", [])
-    return WARNED if any(row.ours or text.startswith(UNQUEUED) for text in warnings) else None
+def _few(finding: Finding, row: Row) -> Flag | None:
+    column = row.column(finding.column)
+    return FEW if column and column.get("n", FEWEST) < FEWEST else None
+
+
+def _warned(finding: Finding, row: Row) -> Flag | None:
+    """Any warning of ours; of a peer only that its time includes host time, since a less accurate peer still counts. A
+    CUDA graph includes no host time."""
+    unqueued = [text for text in row.get("warnings", []) if text.startswith(UNQUEUED)]
+    others = [text for text in row.get("warnings", []) if not text.startswith(UNQUEUED)]
+    return WARNED if (unqueued and finding.column != "graph") or (row.ours and others) else None
 
 
 def of_ratio(finding: Finding, speedup: Speedup | None) -> list[Flag]:
