@@ -41,6 +41,12 @@ class Residuals:
         if known is not None and known[0] == layout and known[1].device == buffer.device:
             return known[1]
         flat = torch.zeros(buffer.numel(), dtype=self._dtype, device=buffer.device)
+        # Other buckets that had one of these parameters are no longer, and would hold its old residual if they came
+        # back: a second DistributedDataParallel of a model begins with the initial buckets again.
+        here = {number for number, _, _ in layout}
+        for other, (others, _) in list(self._buckets.items()):
+            if any(number in here for number, _, _ in others):
+                del self._buckets[other]
         for number, begin, count in layout:
             part = flat[begin : begin + count]
             if (earlier := self._parts.get(number)) is not None:

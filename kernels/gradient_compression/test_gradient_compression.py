@@ -291,6 +291,18 @@ def test_residuals_move_with_their_parameters():
     assert second.tolist() == [0, 0, *[1] * 6] and not third.any()
 
 
+def test_buckets_that_come_back_have_the_present_residuals():
+    """Two initial buckets become one, and a second DistributedDataParallel of the model begins with two again."""
+    residuals, whole, two = Residuals(torch.float32), [(0, 0, 4), (1, 4, 6)], ([(0, 0, 4)], [(1, 0, 6)])
+    for bucket, places in enumerate(two):
+        residuals.of(bucket, places, torch.zeros(places[0][2]))
+    residuals.of(0, whole, torch.zeros(10)).copy_(torch.arange(10.0))
+    back = [residuals.of(bucket, places, torch.zeros(places[0][2])) for bucket, places in enumerate(two)]
+    assert torch.cat(back).tolist() == list(range(10))
+    back[1].fill_(1)
+    assert residuals.state_dict()[1].tolist() == [1] * 6
+
+
 def test_top_k_keeps_the_largest_and_leaves_the_others():
     x, residual = torch.randn(200, device=DEVICE), torch.zeros(200, dtype=torch.bfloat16, device=DEVICE)
     y = x.clone()
