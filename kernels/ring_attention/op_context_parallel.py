@@ -39,7 +39,8 @@ def context_parallel(
         attention(q, k, v, causal=, scale=, return_lse=)                               of this package
 
     become `ring_attention` with group, layout and rotate, for q, k and v [B, H, S, D] (or [B, S, D], one head).
-    DTensors must be sharded along S over the mesh's dimension, all three alike, and so is the result.
+    DTensors must be sharded along S over the mesh's dimension, and over others along B or H or not at all, all three
+    alike, and so is the result.
 
     model_or_fn  An nn.Module is changed in place: hooks on each of its modules replace attention, also when activation
                  checkpointing recomputes a module in the backward. A function is wrapped, and the backward of its
@@ -203,14 +204,25 @@ def _group(mesh: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _placements(x: DTensor, group: dist.ProcessGroup) -> tuple:
-    """Returns the placements of a DTensor that is sharded along the sequence over the group. ValueError for another."""
+    """Returns the placements of a DTensor that is sharded along the sequence over the group, and has whole rows. Raises
+    ValueError for another."""
+    sequence, found = x.dim() - 2, False
     for dimension, placement in enumerate(x.placements):
         if x.device_mesh.get_group(dimension) == group:
-            sequence = Shard(x.dim() - 2)
-            if placement != sequence:
-                raise ValueError(f"context_parallel: DTensors must have {sequence} over the mesh, got {placement}")
-            return tuple(x.placements)
-    raise ValueError("context_parallel: DTensors must be on the mesh passed to context_parallel")
+            found = True
+            if placement != Shard(sequence):
+                raise ValueError(
+                    f"context_parallel: DTensors must have {Shard(sequence)} over the mesh, got {placement}"
+                )
+        elif placement.is_partial() or getattr(placement, "dim", 0) >= sequence:
+            # Attention of addends, or of some of the columns, is no addend and no part of the result.
+            raise ValueError(
+                "context_parallel: DTensors may only be replicated, or sharded along batch or heads, over other "
+                f"dimensions of their mesh, got {placement}"
+            )
+    if not found:
+        raise ValueError("context_parallel: DTensors must be on the mesh passed to context_parallel")
+    return tuple(x.placements)
 
 
 def _of_sdpa(

@@ -120,7 +120,7 @@ def test_under_ddp_and_fsdp2(tmp_path):
 
 def _of_a_function(rank: int, world: int) -> tuple[torch.Tensor, ...]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     mesh, pair = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (1, world), mesh_dim_names=("cp", "tp"))
     attend = context_parallel(F.scaled_dot_product_attention, mesh, layout="contiguous")
@@ -135,6 +135,10 @@ def _of_a_function(rank: int, world: int) -> tuple[torch.Tensor, ...]:
         whole = [DTensor.from_local(t.detach(), pair, [Shard(2), Shard(1)]) for t in (q, k)]
         other = DTensor.from_local(v.detach(), pair, [Shard(2), Replicate()])
         context_parallel(F.scaled_dot_product_attention, pair["cp"])(*whole, other, enable_gqa=True)
+    for placement in (Partial(), Shard(3), Shard(2)):  # addends, or parts of rows or of a rank's sequence
+        tensors = [DTensor.from_local(t.detach(), pair, [Shard(2), placement]) for t in (q, k, v)]
+        with pytest.raises(ValueError, match="along batch or heads"):
+            context_parallel(F.scaled_dot_product_attention, pair["cp"])(*tensors, enable_gqa=True)
     tensors = [DTensor.from_local(t[:, 0].detach(), mesh, [Shard(1)]) for t in (q, k, v)]  # [B, S, D]
     flat = attend(*tensors, is_causal=True)
     assert isinstance(flat, DTensor) and flat.placements == (Shard(1),)
