@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .peer_writes import peer_writes_reason, where
+from .peer_writes import Seat, peer_writes_reason, seat
 from .transport import members
 
-_KEPT = 256
+_KEPT = 256  # kinds of calls of a group
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,10 @@ class Agreement:
     peer_writes_reason: str | None
 
 
-# Weak references: a group that outlives `destroy_process_group` has threads left when the process ends, which then
-# aborts. The id of a freed group may have been reused by another one.
-_AGREED: OrderedDict[tuple, tuple[Agreement, weakref.ref[dist.ProcessGroup]]] = OrderedDict()
+# For each group on its own, as calls of other groups, which not all of its ranks make, must not drop any of it: a rank
+# would gather while others go on. Weak references: a group that outlives `destroy_process_group` has threads left when
+# the process ends, which then aborts.
+_AGREED: weakref.WeakKeyDictionary[dist.ProcessGroup, OrderedDict[tuple, Agreement]] = weakref.WeakKeyDictionary()
 
 
 def agree(
@@ -51,19 +52,19 @@ def agree(
 
     Raises ValueError, on every rank, with the name of the argument that differs.
     """
-    key = (id(members(group)), dist.get_world_size(group), device, terms, q_lengths, k_lengths)
-    known = _AGREED.get(key)
-    if known is not None and known[1]() is members(group):
-        _AGREED.move_to_end(key)
-        return known[0]
-    found: list[tuple[Terms, tuple[str, str, int]]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
+    kept = _AGREED.setdefault(members(group), OrderedDict())
+    key = (device, terms, q_lengths, k_lengths)
+    if (known := kept.get(key)) is not None:
+        kept.move_to_end(key)
+        return known
+    found: list[tuple[Terms, Seat]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
     shared = (*terms.shared, ("q_lengths", q_lengths), ("k_lengths", k_lengths))
     mine = Terms(terms.queries, terms.keys, shared)
-    dist.all_gather_object(found, (mine, where(group, device)), group=group)
-    made = _held_together([one for one, _ in found], q_lengths, k_lengths, [place for _, place in found])
-    _AGREED[key] = made, weakref.ref(members(group))
-    if len(_AGREED) > _KEPT:
-        _AGREED.popitem(last=False)
+    dist.all_gather_object(found, (mine, seat(group, device)), group=group)
+    made = _held_together([one for one, _ in found], q_lengths, k_lengths, [one for _, one in found])
+    kept[key] = made
+    if len(kept) > _KEPT:
+        kept.popitem(last=False)
     return made
 
 
@@ -71,7 +72,7 @@ def _held_together(
     found: Sequence[Terms],
     q_lengths: Sequence[int] | None,
     k_lengths: Sequence[int] | None,
-    places: Sequence[tuple[str, str, int]],
+    seats: Sequence[Seat],
 ) -> Agreement:
     for values in zip(*(one.shared for one in found), strict=True):
         if any(value != values[0] for value in values):
@@ -79,7 +80,7 @@ def _held_together(
             raise ValueError(f"ring_attention: {values[0][0]} must be the same on all ranks, got {told}")
     queries = _lengths("q", [one.queries for one in found], q_lengths)
     keys = _lengths("k", [one.keys for one in found], k_lengths)
-    return Agreement(queries, keys, peer_writes_reason(places))
+    return Agreement(queries, keys, peer_writes_reason(seats))
 
 
 def _lengths(name: str, found: list[int], told: Sequence[int] | None) -> tuple[int, ...]:

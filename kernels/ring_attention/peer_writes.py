@@ -196,25 +196,41 @@ def release() -> None:
     Nothing.kept.clear()
 
 
-def peer_writes_reason(devices: Sequence[tuple[str, str, int]]) -> str | None:
-    """Returns why peers cannot write each other's memory, or None. `devices`: host, backend and GPU index per rank."""
-    hosts, backends = {host for host, _, _ in devices}, {backend for _, backend, _ in devices}
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank computes: host, backend for its device, GPU index in its process, and UUIDs: of its GPU, of all that
+    its process sees, and of those whose memory its GPU can access."""
+
+    host: str
+    backend: str
+    index: int
+    gpu: str
+    seen: frozenset[str]
+    reached: frozenset[str]
+
+
+def peer_writes_reason(seats: Sequence[Seat]) -> str | None:
+    """Returns why peers cannot write each other's memory, or None. It depends on the seats alone, so that all ranks
+    have the same answer: processes may see different GPUs."""
+    hosts, backends = {one.host for one in seats}, {one.backend for one in seats}
     if backends != {"nccl"}:
         return f"the group's backend is {', '.join(sorted(backends))}, not nccl"
     if len(hosts) > 1:
         return "the ranks are on several hosts"
-    indices = [index for _, _, index in devices]
-    if len(set(indices)) < len(indices):
+    gpus = {one.gpu for one in seats}
+    if len(gpus) < len(seats) or len({one.index for one in seats}) < len(seats):
         return "several ranks use one GPU, or each process sees only its own (CUDA_VISIBLE_DEVICES)"
-    if max(indices) >= torch.cuda.device_count():
-        return "this process does not see the GPUs of all ranks"
-    if not all(torch.cuda.can_device_access_peer(a, b) for a in indices for b in indices if a != b):
+    if not all(gpus <= one.seen for one in seats):
+        return "a process does not see the GPUs of all ranks"
+    if not all(gpus <= one.reached | {one.gpu} for one in seats):
         return "a GPU cannot access another's memory (no P2P)"
     return None
 
 
-def where(group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, str, int]:
-    """Returns host, backend for that device and GPU index of this rank, for `peer_writes_reason`. RuntimeError if the
-    group has no backend for the device."""
+def seat(group: dist.ProcessGroup | None, device: torch.device) -> Seat:
+    """Returns the Seat of this rank. RuntimeError if the group has no backend for the device."""
     backend = members(group)._get_backend(device).name()
-    return socket.gethostname(), backend, device.index or 0
+    index, all_ = device.index or 0, range(torch.cuda.device_count() if device.type == "cuda" else 0)
+    names = [str(torch.cuda.get_device_properties(i).uuid) for i in all_]
+    reached = frozenset(names[i] for i in all_ if i != index and torch.cuda.can_device_access_peer(index, i))
+    return Seat(socket.gethostname(), backend, index, names[index] if names else "", frozenset(names), reached)

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,13 +22,13 @@ import torch.distributed as dist
 from harness.spec import Case, Peer
 
 from ..attention import attention
-from . import backward, bench, compute, configs, op, peer_writes, release, ring_attention, shard, unshard
+from . import agreement, backward, bench, compute, configs, op, peer_writes, release, ring_attention, shard, unshard
 from . import test_world as plain
 from .backward import ring_backward
 from .blocks import Ring
 from .compute import attend
 from .layout import LAYOUTS, even_lengths
-from .peer_writes import peer_writes_reason
+from .peer_writes import Seat, peer_writes_reason
 from .reference import ring_attention_reference
 from .schedule import ROTATIONS, Call, Problem
 from .test_world import SECONDS, Run, call, call_all, spread
@@ -302,13 +303,44 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_what_keeps_peers_from_reading_each_other() -> None:
-    one = ("host", "nccl", 0)
-    assert peer_writes_reason([("host", "gloo", 0)] * 2) == "the group's backend is gloo, not nccl"
-    assert peer_writes_reason([one, ("other", "nccl", 0)]) == "the ranks are on several hosts"
-    assert (
-        peer_writes_reason([one, one])
-        == "several ranks use one GPU, or each process sees only its own (CUDA_VISIBLE_DEVICES)"
-    )
+    both = frozenset(("a", "b"))
+    one, other = Seat("host", "nccl", 0, "a", both, both - {"a"}), Seat("host", "nccl", 1, "b", both, both - {"b"})
+    shared = "several ranks use one GPU, or each process sees only its own (CUDA_VISIBLE_DEVICES)"
+    for seats, reason in (
+        ((one, other), None),
+        ((dataclasses.replace(one, backend="gloo"),) * 2, "the group's backend is gloo, not nccl"),
+        ((one, dataclasses.replace(other, host="other")), "the ranks are on several hosts"),
+        ((one, one), shared),
+        ((one, dataclasses.replace(other, index=0)), shared),
+        ((one, dataclasses.replace(other, gpu="a")), shared),
+        # What one process sees differs from what the others do, and all ranks must have the same answer.
+        ((one, dataclasses.replace(other, seen=frozenset("b"))), "a process does not see the GPUs of all ranks"),
+        ((one, dataclasses.replace(other, reached=frozenset())), "a GPU cannot access another's memory (no P2P)"),
+    ):
+        assert peer_writes_reason(seats) == peer_writes_reason(seats[::-1]) == reason
+
+
+def test_calls_of_other_groups_leave_what_ranks_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one rank would gather again, and those that are in fewer groups would not."""
+
+    class Group:
+        def _get_backend(self, device: torch.device) -> Any:
+            return SimpleNamespace(name=lambda: "gloo")
+
+    def gathered(found: list, mine: object, group: Group) -> None:
+        found[0] = mine
+        asked.append(group)
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(dist, "all_gather_object", gathered)
+    monkeypatch.setattr(agreement, "_KEPT", 3)
+    asked: list[Group] = []
+    first: Any = Group()
+    second: Any = Group()
+    device = torch.device("cpu")
+    for group, rows in ((first, 1), *((second, rows) for rows in range(5)), (first, 1), (second, 4), (second, 0)):
+        agreement.agree(agreement.Terms(rows, rows, ()), group, device, None, None)
+    assert asked == [first, *[second] * 5, second]  # 4 is still known, 0 no longer
 
 
 def _gpu_calls(rank: int, world: int, runs: dict[str, Run]) -> dict[str, dict[str, torch.Tensor]]:
