@@ -75,7 +75,7 @@ def ring_attention(
     it). k and v whose heads are not contiguous rows are then copied, so that copy engines can read them.
 
     Raises TypeError for a wrong dtype or group, ValueError for a wrong shape, device or option and for arguments that
-    differ between ranks, RuntimeError for a transport that is not available.
+    differ between ranks, RuntimeError for a transport that is not available, and for "peer" in a CUDA graph.
 
     Source: Liu et al. 2023, arXiv:2310.01889.
     """

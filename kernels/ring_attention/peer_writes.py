@@ -41,6 +41,9 @@ class PeerWrites:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, rooms: Sequence[Sequence[Block]]) -> None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # A replay would wait for the values of the capture, which the counters have passed: for nothing.
+            raise RuntimeError('ring_attention: transport="peer" cannot be captured in a CUDA graph')
         self.firsts, size = [], 0
         for blocks in rooms:
             self.firsts.append(size)

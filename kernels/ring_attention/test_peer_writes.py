@@ -248,6 +248,12 @@ def test_copies_of_pieces(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(into[:, :, 1:6], whole[:, :, 2:7]) and not into[:, :, 0].any() and not into[:, :, 6:].any()
 
 
+def test_a_graph_of_signals_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
+        peer_writes.PeerWrites(None, torch.device("cuda", 0), [])
+
+
 def test_an_arena_has_rooms_behind_counters_and_a_stream_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group has one arena. It is reallocated only if it is too small, and after its work is done."""
     symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
