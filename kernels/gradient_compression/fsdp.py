@@ -24,7 +24,10 @@ class CompressedReduceScatter:
     compression.
 
     error_feedback keeps a residual of the module's entire gradient, not of its shard: 2 bytes per parameter and rank.
-    It is therefore off by default. `residual` may be saved and set.
+    It is therefore off by default. `residual` may be saved and set. FSDP passes the gradients of the parameters that
+    have one, and not which these are. So with error_feedback always the same parameters of a module must have one: if
+    others of the same total size have, the errors of the former are added to their gradients. If the size changes, the
+    residual begins at zero again.
 
     Raises ValueError for an unknown kind, and for a reduction that is neither a sum nor a mean.
     """

@@ -23,7 +23,8 @@ class CompressState:
     group           the process group of the DDP model, by default the world
     bits            8 or 4: int8 or int4, if `kind` is None
     kind            "int8", "fp8" or "int4" (`gradient_compression`), "topk", "powersgd"; None: determined by `bits`
-    error_feedback  add the compression error to the next step's gradient. Needs 2 bytes per parameter.
+    error_feedback  add the compression error to the next step's gradient. Needs 2 bytes per parameter. With DDP's
+                    find_unused_parameters, the error of a parameter that no rank uses in the next step is lost.
     min_numel       gradients of fewer elements, and those of at most one dimension, as of norms and biases, are exempt:
                     they are averaged in fp32, with one all-reduce per bucket
     ratio           for "topk": the share of elements that each rank sends
