@@ -40,7 +40,7 @@ def _reduce(state: CompressState, bucket: GradBucket) -> None:
     """Replaces the bucket's buffer by its mean over the ranks."""
     group = group_of(state.group)
     buffer, gradients = bucket.buffer(), bucket.gradients()
-    numbers = [state.numbers.of(parameter) for parameter in bucket.parameters()]
+    numbers = state.numbers.of(bucket.parameters())
     exempt = [g for g in gradients if _exempt(state, g)]
     if state.step < state.warmup_steps or len(exempt) == len(gradients):
         _mean([buffer], group)

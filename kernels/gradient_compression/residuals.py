@@ -2,8 +2,10 @@
 
 DDP rebuilds its buckets after the first step, in the order in which gradients became ready. A residual that belonged to
 a bucket would then be added to other parameters' gradients, so each parameter's part moves with the parameter.
-Parameters are numbered in the order in which they are first seen, in the initial buckets, which DDP derives from the
-model alone. So a state that is loaded into a new process, or a copy of the model, finds the same numbers.
+Parameters are numbered when they are first seen, in the initial buckets. These are cut from the model's parameters in
+order, and the last one comes first. Numbered from the last to the first of each bucket, parameters have the reverse of
+the model's order, wherever the cuts are. So a state that is loaded into a new process, or a copy of the model, finds
+the same numbers. The cuts matter only with several dtypes and find_unused_parameters: `bucket_cap_mb` must then stay.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ Place = tuple[int, int, int]  # a parameter's number, its offset in the bucket, 
 
 
 class Numbers:
-    """Numbers parameters in the order in which they are first seen."""
+    """Numbers parameters in the order in which they are first seen, those of a bucket from the last to the first."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, torch.Tensor]] = {}
 
-    def of(self, parameter: torch.Tensor) -> int:
-        # The tensor is kept alive with its number, so that no later tensor has the same id.
-        return self._known.setdefault(id(parameter), (len(self._known), parameter))[0]
+    def of(self, bucket: Sequence[torch.Tensor]) -> list[int]:
+        """The numbers of a bucket's parameters."""
+        for parameter in reversed(bucket):
+            # The tensor is kept alive with its number, so that no later tensor has the same id.
+            self._known.setdefault(id(parameter), (len(self._known), parameter))
+        return [self._known[id(parameter)][0] for parameter in bucket]
 
 
 class Residuals:

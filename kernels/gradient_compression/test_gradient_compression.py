@@ -271,7 +271,7 @@ def test_bits_choose_the_kind():
 def test_residuals_move_with_their_parameters():
     a, b, c = (torch.zeros(n) for n in (4, 6, 2))
     numbers = Numbers()
-    assert [numbers.of(t) for t in (a, b, c, a)] == [0, 1, 2, 0]
+    assert numbers.of([b, a]) == [1, 0] and numbers.of([c]) == [2] and numbers.of([a, c, b]) == [0, 2, 1]
     residuals = Residuals(torch.float32)
     first = residuals.of(0, [(0, 0, 4), (1, 4, 6)], torch.zeros(10))
     first.copy_(torch.arange(10.0))

@@ -67,10 +67,26 @@ def test_each_parameter_has_the_residual_of_its_own_elements(kind: str) -> None:
         want[exempt] = given[exempt]
         assert same(called(state, bucket), want)
         kept = state.state_dict()["residuals"]
-        assert list(kept) == [0, 1, 2, 3]
+        assert list(kept) == [3, 2, 1, 0]
         for part, of_it in zip(residual.split([p.numel() for p in bucket.of]), kept.values(), strict=True):
             assert torch.equal(part, of_it)
-    assert kept[0].any() and not kept[1].any() and not kept[2].any()
+    assert kept[3].any() and not kept[2].any() and not kept[1].any()
+
+
+def test_a_state_finds_its_parameters_whatever_the_size_of_buckets() -> None:
+    """DDP's initial buckets of two sizes, and the rebuilt ones that are seen later."""
+    from torch.distributed import _compute_bucket_assignment_by_size as cut
+
+    found = []
+    for size in (2500, 6000):
+        parameters = [torch.nn.Parameter(torch.zeros(20, 30 + i % 2)) for i in range(7)]
+        state = CompressState(min_numel=0)
+        buckets = cut(parameters, [1000, size])[0][::-1]
+        for bucket in (*buckets, [5, 0, 3]):
+            numbers = state.numbers.of([parameters[i] for i in bucket])
+            assert numbers == [6 - i for i in bucket]
+        found.append(buckets)
+    assert found[0] != found[1] and max(map(len, found[1])) > 1
 
 
 def test_without_error_feedback_nothing_is_kept() -> None:
@@ -134,15 +150,15 @@ def test_power_sgd_keeps_what_its_factors_lose() -> None:
     for _ in range(3):
         bucket.gradients()[0].copy_(exact)
         bucket.gradients()[3].normal_()
-        before = state.state_dict()["residuals"].get(3, torch.zeros(1000, device=DEVICE)).float()
+        before = state.state_dict()["residuals"].get(0, torch.zeros(1000, device=DEVICE)).float()
         given = bucket.flat.clone()
         result = called(state, bucket)
         kept = state.state_dict()["residuals"]
-        torch.testing.assert_close(kept[3].float(), given[650:] + before - result[650:], rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(kept[0].float(), given[650:] + before - result[650:], rtol=1e-2, atol=1e-4)
     torch.testing.assert_close(bucket.gradients()[0], exact, rtol=1e-2, atol=1e-2)
-    assert torch.linalg.matrix_rank(bucket.gradients()[3]) == 3 and kept[3].any()
+    assert torch.linalg.matrix_rank(bucket.gradients()[3]) == 3 and kept[0].any()
     assert torch.equal(result[600:650], given[600:650])
-    assert {number: tuple(factor.shape) for number, factor in state.factors.items()} == {0: (30, 3), 3: (40, 3)}
+    assert {number: tuple(factor.shape) for number, factor in state.factors.items()} == {3: (30, 3), 0: (40, 3)}
 
 
 @pytest.mark.gpu
