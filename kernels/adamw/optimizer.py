@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .arguments import NAMES, check_hyperparameters, check_kind, check_seed
-from .checks import FLOATS
+from .checks import FLOATS, runnable
 from .memory import dense
 from .plans import Update, update_of
 from .tables import PointerTables, Tensors
@@ -24,6 +24,7 @@ TABLES_OF_A_GROUP = 8  # several, because the addresses of gradients may alterna
 _NO_STATE: dict[str, Any] = {}
 _address, _dense = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _size, _strides = torch.Tensor.numel, torch.Tensor.stride
+_negative, _device = torch.Tensor.is_neg, torch.Tensor.get_device
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class AdamW(torch.optim.Optimizer):
                          the parameter's index and the element's.
 
     Raises TypeError for parameters of other dtypes than fp32, fp16 and bf16, ValueError for a bad value, and in `step`
-    RuntimeError for sparse gradients and for CPU parameters outside Triton's interpreter.
+    RuntimeError for sparse gradients and for CPU parameters outside Triton's interpreter, ValueError for a gradient or
+    a state of another shape or on another device than its parameter, as after `model.to(device)` between two steps.
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, alg. 2.
     """
@@ -178,8 +180,12 @@ class AdamW(torch.optim.Optimizer):
         self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
         """(key with everything that an update of these parameters depends on, tensors that it writes). Raises KeyError
-        if a state is missing. The key omits strides if every tensor is contiguous."""
-        state, none = self.state, _NO_STATE
+        if a state is missing. The key omits strides if every tensor is contiguous. A gradient with the negative bit is
+        replaced in `grads`: the kernel would read its values without their sign."""
+        state, none, sizes = self.state, _NO_STATE, [*map(_size, params)]
+        # The bit is on imaginary parts, whose strides are even. So with more elements they are copied in any case.
+        if 1 in sizes and any(map(_negative, grads)):
+            grads[:] = [grad.resolve_neg() for grad in grads]
         states = [state.get(param, none) for param in params]
         written = [*params, *[s["exp_avg"] for s in states], *[s["exp_avg_sq"] for s in states]]
         if group["master_weights"]:
@@ -194,7 +200,7 @@ class AdamW(torch.optim.Optimizer):
             params[0].device,
             *[p.dtype for p in params],
             *[g.dtype for g in grads],
-            *map(_size, params),
+            *sizes,
             *map(_address, written),
             *map(_address, grads),
             *strides,
@@ -204,6 +210,8 @@ class AdamW(torch.optim.Optimizer):
     def _init_states(self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         if any(grad.layout != torch.strided for grad in grads):
             raise RuntimeError("AdamW: params must have dense gradients, got a sparse one")
+        for param in params:
+            runnable("AdamW", "params", param)
         for param in params:
             _init_state(self.state[param], param, group["master_weights"])
 
@@ -223,7 +231,11 @@ class AdamW(torch.optim.Optimizer):
         updates, copied = [], False
         for chosen in of_device.values():
             states = [self.state[params[i]] for i in chosen]
-            masters = [state.get("master_param") if group["master_weights"] else None for state in states]
+            # A parameter that has become fp32 may still have the master weight of its old dtype.
+            masters = [
+                state.get("master_param") if group["master_weights"] and params[i].dtype != torch.float32 else None
+                for i, state in zip(chosen, states, strict=True)
+            ]
             tensors = Tensors(
                 [params[i] for i in chosen],
                 [grads[i] for i in chosen],
@@ -234,6 +246,7 @@ class AdamW(torch.optim.Optimizer):
                 [numbers[i] for i in chosen],
                 group["stochastic_rounding"],
             )
+            _check_step(tensors)
             with dense(tensors) as given:
                 update = Update(given, self._tables) if given is tensors else update_of(given, self._tables)
                 self._run(group, update)
@@ -281,6 +294,41 @@ def _check_params(group: dict[str, Any]) -> None:
             raise TypeError(f"AdamW: {name} must be {NAMES}, got {param.dtype}")
         has_master = group["master_weights"] and param.dtype != torch.float32
         check_kind(name, param.dtype, has_master, group["stochastic_rounding"])
+
+
+def _check_step(tensors: Tensors) -> None:
+    """Checks the tensors of a step on one device. The kernel gets only addresses: it would read and write past the end
+    of a tensor that is smaller than its parameter."""
+    params, numbers = tensors.params, tensors.sequences
+    if tensors.stochastic:
+        for number, param in zip(numbers, params, strict=True):
+            check_kind(f"params[{number}]", param.dtype, False, True)
+    _check_column("", numbers, params, params, FLOATS)
+    _check_column(".grad", numbers, params, tensors.grads, FLOATS)
+    _check_column("'s exp_avg", numbers, params, tensors.exp_avgs, FLOATS[:1])
+    _check_column("'s exp_avg_sq", numbers, params, tensors.exp_avg_sqs, FLOATS[:1])
+    steps = [step.squeeze() if step.dim() else step for step in tensors.steps]  # of one element, whatever its shape
+    _check_column("'s step", numbers, [params[0].new_empty(())] * len(params), steps, FLOATS[:1])
+    own = [i for i, master in enumerate(tensors.masters) if master is not None]
+    masters = [tensors.masters[i] for i in own]
+    _check_column("'s master_param", [numbers[i] for i in own], [params[i] for i in own], masters, FLOATS[:1])
+
+
+def _check_column(name: str, numbers: list[int], like: list[Any], column: list[Any], dtypes: tuple[Any, ...]) -> None:
+    """Checks that each tensor has the shape and device of the one in `like`, and one of these dtypes."""
+    if (
+        [t.shape for t in column] == [t.shape for t in like]
+        and {*map(_device, column)} == {*map(_device, like)}
+        and {t.dtype for t in column}.issubset(dtypes)
+    ):
+        return
+    for number, other, tensor in zip(numbers, like, column, strict=True):
+        if tensor.dtype not in dtypes:
+            names = NAMES if dtypes is FLOATS else "float32"
+            raise TypeError(f"AdamW: params[{number}]{name} must be {names}, got {tensor.dtype}")
+        if tensor.shape != other.shape or tensor.device != other.device:
+            expected, got = f"{tuple(other.shape)} on {other.device}", f"{tuple(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"AdamW: params[{number}]{name} must be {expected}, got {got}")
 
 
 def _init_state(state: dict[str, Any], param: torch.Tensor, master_weights: bool) -> None:

@@ -189,7 +189,81 @@ def test_deep_copies_and_pickles_go_on_alike():
     assert_close(twin.param_groups[0]["params"], params, rtol=0, atol=0)
 
 
+def test_a_gradient_whose_sign_is_pending_is_read_with_its_sign():
+    """Such as of the imaginary part of a conjugate: a view with the negative bit, contiguous if it has one element."""
+    ours, theirs = parameters(((), (3,), (1,)))
+    for params, cls in ((ours, AdamW), (theirs, torch.optim.AdamW)):
+        optimizer = cls(params, lr=1e-2)
+        for _ in range(2):
+            for param in params:
+                ones = torch.ones_like(param)
+                param.grad = torch.complex(ones, 2 * ones).conj().imag
+                assert param.grad.is_neg()
+            optimizer.step()
+    assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("what", ["param", "exp_avg", "exp_avg_sq", "step", "dtype", "exp_avg's dtype"])
+def test_what_no_longer_fits_its_parameter_is_refused(what):
+    """The kernel has addresses only: it would read and write past the end."""
+    param = torch.nn.Parameter(torch.ones(8, device=DEVICE))
+    optimizer = AdamW([param])
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    state = optimizer.state[param]
+    if what in ("param", "dtype"):
+        param.grad = None
+        param.data = torch.ones(2000, device=DEVICE) if what == "param" else param.detach().double()
+        param.grad = torch.ones_like(param)
+    elif what == "exp_avg's dtype":
+        state["exp_avg"] = state["exp_avg"].half()
+    else:
+        state[what] = torch.zeros(4, device=DEVICE)
+    before = param.detach().clone()
+    with pytest.raises((TypeError, ValueError), match=r"params\[0\]"):
+        optimizer.step()
+    assert torch.equal(param, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+def test_a_state_that_stayed_on_another_device_is_refused(name):
+    """As after `model.to(device)`, or after states were moved to the CPU to make room: its address is not the GPU's."""
+    param = torch.nn.Parameter(torch.ones(8, device="cuda"))
+    optimizer = AdamW([param])
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.state[param][name] = optimizer.state[param][name].cpu()
+    with pytest.raises(ValueError, match=name):
+        optimizer.step()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_a_parameter_on_the_cpu_is_refused_and_gets_no_state():
+    param = torch.nn.Parameter(torch.ones(8))
+    param.grad = torch.ones_like(param)
+    optimizer = AdamW([param])
+    with pytest.raises(RuntimeError, match="on a GPU"):
+        optimizer.step()
+    assert not optimizer.state
+
+
 # Half precision.
+
+
+def test_a_parameter_that_became_fp32_leaves_its_master_weight():
+    """The master weight of its old dtype would undo what has been assigned to the parameter since."""
+    param = torch.nn.Parameter(torch.ones(8, device=DEVICE, dtype=HALF))
+    optimizer = AdamW([param], lr=1e-2, weight_decay=0.0, master_weights=True)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    param.grad = None
+    param.data = torch.full((8,), 5.0, device=DEVICE)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.full((8,), 4.99, device=DEVICE))
 
 
 def test_master_weights_are_what_is_updated():

@@ -14,6 +14,7 @@ from .loss import LOSS_SCHEMA, Loss
 _NAMESPACE = __package__.replace(".", "_")
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _written = torch.autograd.graph.increment_version
+_batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(..., is_grads_batched=True)
 
 _BWD = "Tensor? g_loss, Tensor? g_z, Tensor? g_lse"
 _SAVED = "Tensor target, Tensor? weight, Tensor stats"
@@ -83,7 +84,7 @@ def gradient(g_loss, g_z, g_lse, logits, target, weight, stats, loss: Loss, inpl
     if g_loss is None and g_z is None and g_lse is None:
         return None
     eager = lean(logits, g_loss, g_z, g_lse, target, weight, stats) and not torch.is_grad_enabled()
-    if inplace and last_use(logits):
+    if inplace and last_use(logits, g_loss, g_z, g_lse):
         if eager:
             calls.backward(g_loss, g_z, g_lse, logits, target, weight, stats, loss, True)
             _written(logits)
@@ -187,7 +188,7 @@ def scaled(
 def _scaled(grad: torch.Tensor, g_loss: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
     given = grad, g_loss, target, ignore_index
     eager = lean(grad, g_loss, target) and not torch.is_grad_enabled()
-    if not last_use(grad):
+    if not last_use(grad, g_loss):
         return calls.scale(*given, False) if eager else scale_op(*given)
     if eager:
         calls.scale(*given, True)
@@ -197,11 +198,12 @@ def _scaled(grad: torch.Tensor, g_loss: torch.Tensor, target: torch.Tensor, igno
     return grad.detach()
 
 
-def last_use(saved: torch.Tensor) -> bool:
-    """Whether a saved tensor may be overwritten: not if the graph is retained or being traced."""
+def last_use(saved: torch.Tensor, *incoming: torch.Tensor | None) -> bool:
+    """Whether a saved tensor may be overwritten: not if the graph is retained or being traced, or if an incoming
+    gradient is a batch of gradients, for each of which the tensor is read."""
     if type(saved) not in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
         return False
-    return not _keeps_graph()
+    return not _keeps_graph() and not any(g is not None and _batched(g) for g in incoming)
 
 
 def _save_gradient(ctx, inputs, output) -> None:

@@ -233,6 +233,22 @@ def test_gradients_for_several_incoming_ones():
         torch.testing.assert_close(row, torch.autograd.grad(loss, leaf, one, retain_graph=True)[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("options", [dict(grad_in_forward=True), dict(inplace=True)])
+def test_what_is_overwritten_serves_one_incoming_gradient_only(options, reduction):
+    """With several, the gradient or the logits are read once for each, so neither is overwritten."""
+    logits, target = batch(4, 40)
+    leaf = logits.requires_grad_()
+
+    def loss():
+        return cross_entropy(leaf * 1, target, reduction=reduction, **options)
+
+    incoming = torch.randn(3, *loss().shape, device=DEVICE)
+    (rows,) = torch.autograd.grad(loss(), leaf, incoming, is_grads_batched=True)
+    for one, row in zip(incoming, rows, strict=True):
+        torch.testing.assert_close(row, torch.autograd.grad(loss(), leaf, one)[0], rtol=1e-6, atol=1e-7)
+
+
 def test_saved_tensors_may_come_back_elsewhere():
     """Saved-tensor hooks may unpack a tensor with another layout: the backward's plan is that of the unpacked one."""
     logits, target = batch(4, 40)

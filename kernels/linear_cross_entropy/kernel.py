@@ -240,20 +240,21 @@ def _linear_cross_entropy_grad_kernel(
     r = tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R)
     v = tl.program_id(0) // across * BLOCK_V + tl.arange(0, BLOCK_V)
     target = tl.load(target_ptr + row_at + r, mask=r < rows, other=ignore_index)
-    highest = tl.load(held_ptr + lse_at + r, mask=r < rows, other=0.0)
-    scale = tl.load(held_ptr + lse_at + rows + r, mask=r < rows, other=1.0)
+    counts = target != ignore_index  # other rows have a gradient of 0, even if their logits are NaN or inf
+    highest = tl.where(counts, tl.load(held_ptr + lse_at + r, mask=r < rows, other=0.0), 0.0)
+    scale = tl.where(counts, tl.load(held_ptr + lse_at + rows + r, mask=r < rows, other=1.0), 1.0)
     weight = tl.load(held_ptr + factor_at)
     if HAS_DLOSS:
         weight = weight * tl.load(dloss_ptr + (row_at + r.to(tl.int64)) * stride_d, mask=r < rows, other=0.0).to(
             tl.float32
         )
-    weight = tl.where(target == ignore_index, 0.0, weight)
+    weight = tl.where(counts, weight, 0.0)
     hit = (target - first).to(tl.int32)
 
     # The division lets the compiler infer that the offset is a multiple of GROUP, for vector accesses.
     ptrs = z_ptr + z_at // GROUP * GROUP + v.to(tl.int64)[:, None] * stride_zv + r[None, :]
     mask = (v < vocab)[:, None] & (r // GROUP * GROUP < rows)[None, :]
-    z = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    z = tl.where(counts[None, :], tl.load(ptrs, mask=mask, other=0.0).to(tl.float32), 0.0)
     if HAS_SOFTCAP:
         capped = _tanh(z / softcap)
         z = softcap * capped

@@ -25,6 +25,7 @@ _LOSS = (
 )
 _NEEDS = "bool need_hidden, bool need_weight, bool need_bias"
 _OPTIONS = len(Loss._fields)
+_batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(..., is_grads_batched=True)
 
 
 def _given(like: torch.Tensor, grads: Sequence[Optional]) -> tuple[torch.Tensor, ...]:
@@ -120,11 +121,20 @@ def gradients(
     return hidden, weight, None if bias is None else bias.to(saved[3].dtype)
 
 
+def usable_once(dloss: Optional) -> bool:
+    """Whether a backward may scale and return the gradients that the forward computed: not if it is itself to be
+    differentiated (grad mode is then on), or if dloss is a batch of gradients."""
+    if dloss is None or torch.is_grad_enabled():
+        return False
+    return torch.compiler.is_compiling() or not _batched(dloss)
+
+
 def scaled(dloss: torch.Tensor, ready: Sequence[Optional], scale: Launch | None) -> Sequence[Optional]:
     """Multiplies the gradients that the forward computed by dloss, in place. `scale` is the launch for them, if any."""
     if lean(dloss, *ready) and not torch.is_grad_enabled():
         if scale is not None:
-            scale(dloss, *ready)
+            # An element of a vector may be off the alignment for which the launch, that of the forward's plan, is made.
+            scale(dloss if dloss.data_ptr() % 16 == 0 else dloss.clone(), *ready)
         return ready
     scale_op(dloss, *_given(dloss, ready))
     return ready
@@ -150,7 +160,7 @@ def _ready_save(ctx, inputs, output) -> None:
 
 
 def _ready_backward(ctx, dloss, *_):
-    if dloss is None or ctx.ready is None or torch.is_grad_enabled():
+    if ctx.ready is None or not usable_once(dloss):
         return _backward(ctx, dloss)
     grads, ctx.ready = ctx.ready, None
     if isinstance(dloss, FunctionalTensor):

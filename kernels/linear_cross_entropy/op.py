@@ -134,7 +134,7 @@ class _ReadyGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss):
         ready = ctx.ready
-        if ready is None or dloss is None or torch.is_grad_enabled():  # enabled: the backward is to be differentiated
+        if ready is None or not library.usable_once(dloss):
             return _LinearCrossEntropy.backward(ctx, dloss)
         ctx.ready = None
         hidden, weight, bias = library.scaled(dloss, ready, ctx.scale)

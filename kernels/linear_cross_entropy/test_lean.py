@@ -218,3 +218,16 @@ def test_gradients_for_several_incoming_ones():
     (rows,) = torch.autograd.grad(loss, hidden, incoming, is_grads_batched=True, retain_graph=True)
     for one, row in zip(incoming, rows, strict=True):
         torch.testing.assert_close(row, torch.autograd.grad(loss, hidden, one, retain_graph=True)[0], rtol=0, atol=0)
+
+
+def test_several_incoming_gradients_of_a_mean():
+    """Gradients that the forward computed are scaled in place, so they serve one incoming gradient only. The second one
+    is off the alignment of the first."""
+    hidden, weight, target = problem()
+    incoming = torch.randn(3, device=DEVICE)
+    both = hidden, weight
+    rows = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), both, incoming, is_grads_batched=True)
+    for index, one in enumerate(incoming):
+        alone = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), both, one)
+        for several, mine in zip(rows, alone, strict=True):
+            torch.testing.assert_close(several[index], mine, rtol=1e-5, atol=1e-6)

@@ -154,6 +154,27 @@ def test_no_target_at_all():
     assert linear_cross_entropy(hidden, weight, target, ignore_index=3, reduction="sum") == 0
 
 
+@pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1, z_loss=1e-2, softcap=3.0), dict(reduction="none")])
+def test_ignored_rows_of_logits_that_are_not_finite_have_no_gradient(options):
+    """Logits that overflow, of finite hidden: 0 · NaN would reach all of weight's gradient."""
+    hidden, weight, target = problem()
+    target[[2, 9]] = -100
+    spoiled = hidden.detach().clone()
+    spoiled[2], spoiled[9] = 3e38, -3e38
+    spoiled.requires_grad_()
+    dloss = torch.ones(len(target), device=DEVICE) if options.get("reduction") == "none" else None
+    if dloss is not None:
+        dloss[2] = torch.inf
+    loss, want = (linear_cross_entropy(x, weight, target, **options) for x in (spoiled, hidden))
+    equal([loss], [want])
+    mine = torch.autograd.grad(loss, (spoiled, weight), dloss)
+    assert not mine[0][[2, 9]].any()
+    other = hidden.detach().clone()
+    other[[2, 9]] = 0
+    other.requires_grad_()
+    equal(mine, torch.autograd.grad(linear_cross_entropy(other, weight, target, **options), (other, weight), dloss))
+
+
 @pytest.mark.parametrize("ignore_index", [2**31, 2**32 + 3, -(2**63)])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_an_ignore_index_that_no_target_can_hold(reduction, ignore_index):

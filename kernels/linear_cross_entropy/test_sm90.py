@@ -372,6 +372,23 @@ def test_what_is_not_finite(compiler) -> None:
     rest = torch.ones(300, dtype=torch.bool, device="cuda")
     rest[5] = rest[200] = False
     assert torch.equal(loss[rest], want[rest]) and loss[5].isnan() and not loss[200].isfinite()
+    # Logits that overflow, of a finite row of hidden. With 0 bytes their gradient is computed in CUDA C++, too.
+    target[5] = -100
+    weight.requires_grad_()
+    for scratch, reduction in ((None, "mean"), (0, "mean"), (0, "none")):
+        grads = []
+        for value in (0.0, 3e38):
+            leaf = hidden.detach().clone()
+            leaf[5] = value
+            leaf.requires_grad_()
+            dloss = torch.ones(300, device="cuda")
+            dloss[5] = torch.inf
+            loss = linear_cross_entropy(
+                leaf, weight, target, reduction=reduction, scratch_bytes=scratch, backend="cuda"
+            )
+            grads.append(torch.autograd.grad(loss, (leaf, weight), dloss if reduction == "none" else None))
+        assert not grads[1][0][5].any()
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

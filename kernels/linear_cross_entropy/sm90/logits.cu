@@ -250,10 +250,10 @@ DEVICE void differentiate(const Problem& p, const Tile& tile, float (&d)[2][SUMS
         const int row = row_of(tile, r);
         if (__shfl_sync(~0u, row, 0) >= p.rows) break;
         const Target target = target_of(p, tile, row);
-        const bool inside = row < p.rows;
-        const float highest = inside ? p.highest[row] : 0.0f, scale = inside ? p.scale[row] : 1.0f;
+        // A row that does not count has a gradient of 0, even if its logits or the incoming gradient are NaN or inf.
+        const float highest = target.counts ? p.highest[row] : 0.0f, scale = target.counts ? p.scale[row] : 1.0f;
         float weight = target.counts ? factor : 0.0f;
-        if (p.dloss && inside) weight *= p.dloss[row * p.dloss_stride];
+        if (p.dloss && target.counts) weight *= p.dloss[row * p.dloss_stride];
         // Plain: softmax weight - [target] weight. Else softmax (1 + 2 z_loss lse) weight - rest weight - [target] hit
         // weight.
         const float lse = highest - log2_(scale) * LN2;
@@ -262,7 +262,7 @@ DEVICE void differentiate(const Problem& p, const Tile& tile, float (&d)[2][SUMS
 #pragma unroll
         for (int i = 0; i < SUMS / 2; i++) {
             float& x = sums[at(i)];
-            float logit = round_to_16(x), derivative = 1.0f;
+            float logit = target.counts ? round_to_16(x) : 0.0f, derivative = 1.0f;
             if (SOFTCAP) {
                 const float capped = tanh_(__fdividef(logit, p.softcap));
                 logit = p.softcap * capped, derivative = 1.0f - capped * capped;
