@@ -311,12 +311,16 @@ def support(session: nox.Session) -> None:
     harness(session, "support")
 
 
+#: tests that run over every kernel, of which --kernel selects one's
+OF_EVERY_KERNEL = ("tests/test_specs.py", "tests/test_call.py", "tests/test_cost.py")
+
+
 def kernel_sessions(kernel: str) -> None:
     """test-<kernel>, bench-<kernel> and profile-<kernel>."""
     kind = "kernels" if (ROOT / "kernels" / kernel).is_dir() else "workloads"
 
     def run_tests(session: nox.Session) -> None:
-        pytest(session, f"{kind}/{kernel}", "tests/test_specs.py", "--kernel", kernel)
+        pytest(session, f"{kind}/{kernel}", *OF_EVERY_KERNEL, "--kernel", kernel)
 
     def run_bench(session: nox.Session) -> None:
         bench_and_report(session, "--kernel", kernel)

@@ -147,7 +147,7 @@ def opened(path: str | None, head: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="besides none, which always runs")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2000 if ON_GPU else 10)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", help="file for the losses, as JSON; continued if it exists")
     options = parser.parse_args()

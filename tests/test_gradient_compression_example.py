@@ -46,6 +46,18 @@ def test_the_first_steps_are_not_timed(
     assert found["ms_a_step"] == 1000.0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a group of one process over gloo has no GPU")
+def test_without_a_gpu_the_defaults_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter a step with int4 takes two seconds."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    steps: list[int] = []
+    monkeypatch.setattr(gradient_compression, "run_seed", lambda seed, kinds, record, o, device: steps.append(o.steps))
+    monkeypatch.setattr(sys, "argv", ["gradient_compression"])
+    gradient_compression.main()
+    assert len(steps) == 1 and steps[0] <= 10
+
+
 @pytest.mark.slow
 def test_every_kind_trains_for_three_steps(tmp_path: Path) -> None:
     if torch.cuda.device_count() == 1:

@@ -54,6 +54,7 @@ def test_a_process_is_told_its_task_and_the_options_that_were_given(tmp_path):
         (["--missing"], "--missing cannot be used with a bench without --jobs"),
         (["--minutes", "3"], "--minutes cannot be used with a bench without --jobs"),
         (["--jobs", "0"], "at least 1, got 0"),
+        (["--gpus", "0"], "--gpus: at least 1, got 0"),
         (["--jobs", "2", "--resume", "--host", "no"], "--host and --resume cannot be used with --jobs"),
         (["--gpus", "2", "--jobs", "2"], "--jobs cannot be used with --gpus"),
         (["--jobs", "2", "--device", "cpu", "--kernel", "gelu"], "--jobs needs a GPU"),

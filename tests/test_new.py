@@ -61,6 +61,18 @@ def test_passes_its_tests_and_those_of_every_spec(tree: Path) -> None:
     assert done.returncode == 0, done.stdout[-4000:]
 
 
+def test_passes_the_tests_of_calls_and_of_bytes(tree: Path, tmp_path: Path) -> None:
+    """They import other kernels, which `tree` lacks."""
+    root = tmp_path / "checkout"
+    shutil.copytree(tree, root)
+    for kind in registry.COLLECTIONS:
+        shutil.copytree(
+            registry.ROOT / kind, root / kind, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
+        )
+    done = run(root, *PYTEST, "tests/test_call.py", "tests/test_cost.py", "--kernel", "scale")
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
 def test_is_found_by_the_command_line(tree: Path) -> None:
     done = run(tree, "-m", "harness", "list")
     assert done.stdout.startswith("scale\n"), done.stderr
@@ -104,6 +116,10 @@ def test_is_clean_under_ruff(name: str, cuda: bool, tmp_path: Path) -> None:
         ("triton", "module has that name"),
         ("sum", "builtin"),
         ("op", "module of that name"),
+        ("lean", "the template has"),
+        ("cost", "the template has"),
+        ("pytest", "the template has"),
+        ("x", "the template has"),
         ("rmsnorm", "kernels/rmsnorm exists"),
     ],
 )

@@ -47,6 +47,16 @@ def test_a_kernel_without_a_model_is_refused(capsys: pytest.CaptureFixture[str])
     assert "rmsnorm has no performance model for several GPUs" in capsys.readouterr().err
 
 
-def test_rates_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--tflops", "0", "--link", "1"]) == 2
-    assert "--tflops and --link must be positive" in capsys.readouterr().err
+@pytest.mark.parametrize("rate", ["0", "nan", "inf"])
+def test_rates_must_be_positive(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--tflops", rate, "--link", "1"]) == 2
+    assert "--tflops and --link must be positive and finite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--gpus", "--seq"])
+@pytest.mark.parametrize("number", ["0", "-5"])
+def test_counts_must_be_positive(option: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A length of 0 is not the same as none given."""
+    assert cli.main(["plan", option, number, *RATES]) == 2
+    shown = capsys.readouterr()
+    assert f"{option}: at least 1, got " in shown.err and not shown.out

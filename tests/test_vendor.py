@@ -43,6 +43,12 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_check_adds_no_copy(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["vendor", "--check", "alpha", "launch.py"]) == 2
+    assert "--check cannot be used with KERNEL PART" in capsys.readouterr().err
+    assert not (tree / "kernels/alpha/launch.py").exists()
+
+
 def test_a_copy_is_made_checked_and_rewritten(tree: Path) -> None:
     assert cli.main(["vendor", "alpha", "launch.py"]) == cli.main(["vendor", "alpha", "sm90/tma.cuh"]) == 0
     launch, tma = tree / "kernels/alpha/launch.py", tree / "kernels/alpha/sm90/tma.cuh"

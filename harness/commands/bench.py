@@ -134,6 +134,8 @@ OF_JOBS = ("missing", "minutes")
 def main(arguments: argparse.Namespace) -> int:
     journal = renewal.journal()
     refuse = partial(options.refuse, arguments, NOT_GIVEN)
+    if arguments.gpus < 1:
+        raise ValueError(f"--gpus: at least 1, got {arguments.gpus}")
     if arguments.gpus > 1:
         refuse("--gpus", "suite", "samples", "warmup", "timer", "host", "host_compiled", "turns", "jobs", *OF_JOBS)
         return ranks.main(arguments)

@@ -8,6 +8,7 @@ without. The files of `template/cuda/` are only copied for the former.
 from __future__ import annotations
 
 import argparse
+import ast
 import builtins
 import keyword
 import re
@@ -89,6 +90,26 @@ def _filled(text: str, name: str, cuda: bool) -> str:
     return "\n".join(kept).replace(PLACEHOLDER, name) + "\n"
 
 
+def _bound() -> set[str]:
+    """The names bound in those files of the template that define or import the public function, by its plain name. A
+    function of one of these names would hide what is there, or be hidden."""
+    found: set[str] = set()
+    for source in TEMPLATE.rglob(f"*.py{SUFFIX}"):
+        for cuda in (False, True):
+            bound = set()
+            for node in ast.walk(ast.parse(_filled(source.read_text(encoding="utf-8"), PLACEHOLDER, cuda))):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    bound.add(node.id)
+                elif isinstance(node, ast.arg):
+                    bound.add(node.arg)
+                elif isinstance(node, ast.alias):
+                    bound.add((node.asname or node.name).partition(".")[0])
+                elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    bound.add(node.name)
+            found |= bound if PLACEHOLDER in bound else set()
+    return found
+
+
 def problem(name: str) -> str | None:
     """Why `name` cannot be a kernel's name, or None."""
     if not re.fullmatch("[a-z][a-z0-9_]*", name):
@@ -105,6 +126,8 @@ def problem(name: str) -> str | None:
         return "the package has a module of that name"
     if name in MODULES:
         return "each kernel's folder has a module of that name"
+    if name in _bound():
+        return "the template has a variable or function of that name"
     for kind in registry.COLLECTIONS:
         if (registry.ROOT / kind / name).exists():
             return f"{kind}/{name} exists"

@@ -46,6 +46,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints a row for each number of GPUs."""
+    for name in ("gpus", "seq"):
+        values = getattr(arguments, name)
+        if any(value < 1 for value in (values if isinstance(values, list) else [values]) if value is not None):
+            raise ValueError(f"--{name}: at least 1, got {values}")
     spec = _spec(arguments.kernel)
     case = spec.case(arguments.case) if arguments.case else _nearest(spec, arguments.seq)
     flops, link = _rates(spec, case, arguments)
@@ -70,8 +74,8 @@ def rows(spec: KernelSpec, case: Case, arguments: argparse.Namespace, flops: flo
 def _rates(spec: KernelSpec, case: Case, arguments: argparse.Namespace) -> tuple[Rate, Rate]:
     """The rates of the kernel and of the link. ValueError if neither an option nor a record gives one."""
     given = {name: getattr(arguments, name) for name in ("tflops", "link")}
-    if any(value is not None and value <= 0 for value in given.values()):
-        raise ValueError(f"--tflops and --link must be positive, got {given['tflops']} and {given['link']}")
+    if any(value is not None and not 0 < value < math.inf for value in given.values()):
+        raise ValueError(f"--tflops and --link must be positive and finite, got {given['tflops']} and {given['link']}")
     recorded = measured_rates.rows(arguments.reports, spec.name) if None in given.values() else []
     series, length = _axis(spec, case)
     flops = (

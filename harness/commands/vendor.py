@@ -30,6 +30,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.kernel:
         if not arguments.part:
             raise ValueError("PART is missing: vendor KERNEL PART")
+        if arguments.check:
+            raise ValueError("--check cannot be used with KERNEL PART, which adds a copy")
         add(root, arguments.kernel, arguments.part)
     stale = [path for path, text in copies(root) if path.read_text(encoding="utf-8") != text]
     for path in stale:
