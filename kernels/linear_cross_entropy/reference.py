@@ -24,8 +24,11 @@ def linear_cross_entropy_reference(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    log_p = torch.log_softmax(logits, dim=-1)
     valid = target != ignore_index
+    if logits.dtype == torch.float64:
+        # As the oracle: an ignored row has the gradient 0 whatever its logits are. Without this it is NaN if they are.
+        logits = torch.where(valid.unsqueeze(-1), logits, 0)
+    log_p = torch.log_softmax(logits, dim=-1)
     loss = -(1 - label_smoothing) * log_p.gather(-1, torch.where(valid, target, 0).unsqueeze(-1)).squeeze(-1)
     if label_smoothing:
         loss = loss - label_smoothing * log_p.mean(dim=-1)
