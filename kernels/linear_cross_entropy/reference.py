@@ -22,12 +22,12 @@ def linear_cross_entropy_reference(
 ) -> torch.Tensor:
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
     valid = target != ignore_index
     if logits.dtype == torch.float64:
         # As the oracle: an ignored row has the gradient 0 whatever its logits are. Without this it is NaN if they are.
         logits = torch.where(valid.unsqueeze(-1), logits, 0)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     log_p = torch.log_softmax(logits, dim=-1)
     loss = -(1 - label_smoothing) * log_p.gather(-1, torch.where(valid, target, 0).unsqueeze(-1)).squeeze(-1)
     if label_smoothing:
