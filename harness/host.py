@@ -14,7 +14,7 @@ import torch
 
 from . import execute, options, renewal
 from .measure import host, stats
-from .measure.timing import AA
+from .measure.timing import AA, ContenderFailed
 from .reporting.entries import HOST, HOST_COMPILED
 from .spec import COMPILED, COMPILED_MAX, EAGER, Case, KernelSpec, Yardstick
 
@@ -119,7 +119,7 @@ def _group(
                 host.measure([*ready, *again], synchronise, rounds=5 if quick else 21)
             ready += again
             break
-        except host.Failed as failed:  # in a call that is not its first
+        except ContenderFailed as failed:  # in a call that is not its first
             name, why = failed.name.removesuffix(AA), failed.error
             done[name] = row(name, "error", f"{type(why).__name__}: {execute.first_line(why)}")
             ready = [contender for contender in ready if contender.name != name]

@@ -77,9 +77,8 @@ def put_back() -> Iterator[None]:
         yield
     finally:
         torch.set_grad_enabled(grad)
-        for backend, enabled in sdp.items():
-            if _sdp()[backend] != enabled:
-                getattr(torch.backends.cuda, f"enable_{backend}_sdp")(enabled)
+        for backend in (name for name, enabled in _sdp().items() if enabled != sdp[name]):
+            getattr(torch.backends.cuda, f"enable_{backend}_sdp")(sdp[backend])
         if torch.get_default_dtype() != dtype:
             torch.set_default_dtype(dtype)
         if torch.get_float32_matmul_precision() != precision:

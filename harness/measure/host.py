@@ -11,11 +11,10 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
+from .timing import blamed_on
 
 WARM_UP = 30  # calls, after those that compile: fills the caches of plans and of memory
 BOUND = 1.2  # if waiting for the device makes a loop this many times longer, the device is the bottleneck
@@ -37,25 +36,6 @@ class Contender:
         return 2 * sum(waited > BOUND * alone for alone, waited in pairs) > len(self.samples_us)
 
 
-class Failed(Exception):
-    """A call of one contender failed; the others can be measured without it."""
-
-    def __init__(self, name: str, error: Exception) -> None:
-        super().__init__(f"{name}: {error}")
-        self.name, self.error = name, error
-
-
-@contextmanager
-def _blamed_on(contender: Contender) -> Iterator[None]:
-    """A lost context (torch.AcceleratorError) is blamed on none: an earlier call may have lost it."""
-    try:
-        yield
-    except torch.AcceleratorError:
-        raise
-    except Exception as error:
-        raise Failed(contender.name, error) from error
-
-
 def measure(
     contenders: Sequence[Contender],
     synchronise: Callable[[], None],
@@ -63,11 +43,12 @@ def measure(
     calls: int = 40,
     seed: int | None = None,
 ) -> None:
-    """Fills the contenders' samples: one per round, of `calls` calls each. Raises Failed for the first that fails."""
+    """Fills the contenders' samples: one per round, of `calls` calls each. Raises ContenderFailed for the first that
+    fails."""
     order, shuffle = list(contenders), random.Random(seed).shuffle
     for contender in order:
         contender.samples_us, contender.synchronised_us = [], []
-        with _blamed_on(contender):
+        with blamed_on(contender.name):
             for _ in range(WARM_UP):
                 contender.call()
     collecting = gc.isenabled()
@@ -76,7 +57,7 @@ def measure(
         for _ in range(rounds):
             shuffle(order)
             for contender in order:
-                with _blamed_on(contender):
+                with blamed_on(contender.name):
                     alone, waited = _loop(contender.call, calls, synchronise)
                 contender.samples_us.append(alone)
                 contender.synchronised_us.append(waited)

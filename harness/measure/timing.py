@@ -174,9 +174,9 @@ class ContenderFailed(Exception):
 
 
 @contextmanager
-def _blamed_on(name: str) -> Iterator[None]:
-    """Context for a call that is not the contender's first. A lost context is blamed on none: an earlier call may have
-    lost it."""
+def blamed_on(name: str) -> Iterator[None]:
+    """Context for calls of one contender, whose exception becomes ContenderFailed. A lost context is blamed on none: an
+    earlier call may have lost it."""
     try:
         yield
     except torch.AcceleratorError:
@@ -313,7 +313,7 @@ class Clock:
         done = 0
         while (time.perf_counter() < deadline) if rounds is None else (done < rounds):
             for name, run in every:
-                with _blamed_on(name):
+                with blamed_on(name):
                     run()
             self._stream.synchronize()
             done += 1
@@ -397,7 +397,7 @@ class Clock:
         events = {n: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for n in order}
 
         def queue(name: str) -> None:
-            with _blamed_on(name):
+            with blamed_on(name):
                 before(name)
                 events[name][0].record(self._stream)
                 call(name)

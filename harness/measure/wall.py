@@ -12,12 +12,11 @@ import gc
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 from ..execute import Run
 from . import stats
-from .timing import Budget, Contender, ContenderFailed, Data, Measurement
+from .timing import Budget, Contender, Data, Measurement, blamed_on
 
 WALL = "wall"
 SAMPLE_SECONDS = 2e-4
@@ -39,14 +38,14 @@ def measure(
     """
     runs: dict[str, list[Run]] = {}
     for contender in contenders:
-        with _blamed_on(contender.name):
+        with blamed_on(contender.name):
             runs[contender.name] = [contender.bind(index) for index in range(sets)]
             for run in runs[contender.name]:
                 run()
     _warm_up(runs, budget)
     calls = {}
     for name, of_sets in runs.items():
-        with _blamed_on(name):
+        with blamed_on(name):
             calls[name] = 1 if one_call else _calls(of_sets[0])
     collecting = gc.isenabled()
     gc.disable()
@@ -59,21 +58,13 @@ def measure(
     return Measurement(columns, {}, {name: [] for name in runs})
 
 
-@contextmanager
-def _blamed_on(name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise ContenderFailed(name, error) from error
-
-
 def _warm_up(runs: Mapping[str, Sequence[Run]], budget: Budget) -> None:
     every = [(name, run) for name, of_sets in runs.items() for run in of_sets]
     rounds, deadline = budget.warmup_rounds, time.perf_counter() + budget.warmup_seconds
     done = 0
     while (time.perf_counter() < deadline) if rounds is None else (done < rounds):
         for name, run in every:
-            with _blamed_on(name):
+            with blamed_on(name):
                 run()
         done += 1
 
@@ -95,7 +86,7 @@ def _sample(
         for name in order.sample(list(runs), len(runs)):
             run = runs[name][which]
             data.restore(which)
-            with _blamed_on(name):
+            with blamed_on(name):
                 start = time.perf_counter()
                 for _ in range(calls[name]):
                     run()

@@ -222,7 +222,7 @@ def _margin(axes: Axes, shown: Sequence[Finding]) -> None:
             write(
                 at,
                 92,
-                speedup.peer + (" ¶" if finding.failed or finding.untimed else "") + (" ◊" if finding.absent else ""),
+                speedup.peer + (" ¶" if finding.unmeasured else "") + (" ◊" if finding.absent else ""),
                 **faint,
             )
 

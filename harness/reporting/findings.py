@@ -94,9 +94,14 @@ class Finding:
         return self.absent if self.chosen else ()
 
     @property
+    def unmeasured(self) -> tuple[Row, ...]:
+        """The peers that should have a time in `column` and have none: one of them may be the fastest."""
+        return self.failed + self.untimed
+
+    @property
     def undecided(self) -> bool:
         """Whether the best peer is unknown."""
-        return bool(self.failed or self.untimed or self.left_out)
+        return bool(self.unmeasured or self.left_out)
 
     @property
     def run(self) -> Run:

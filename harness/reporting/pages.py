@@ -150,9 +150,7 @@ def marks(finding: Finding, row: Row, notes: set[str]) -> str:
 
 def failed(finding: Finding, notes: set[str]) -> str:
     """The marks of a case in which a peer that supports it failed, lacks the timing, or was not in the run."""
-    return _signs(
-        [flags.FAILED if finding.failed or finding.untimed else None, flags.ABSENT if finding.absent else None], notes
-    )
+    return _signs([flags.FAILED if finding.unmeasured else None, flags.ABSENT if finding.absent else None], notes)
 
 
 def _signs(found: Iterable[flags.Flag | None], notes: set[str]) -> str:

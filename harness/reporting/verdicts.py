@@ -14,9 +14,9 @@ So a small change that is certain is SAME, and a large one that is noisy is UNSU
 The interval is a percentile bootstrap of the ratio of medians with fixed seeds, over blocks of neighbouring samples
 (`stats.resampled_medians`), but no narrower than what the order statistics of both sides give, added in quadrature:
 with fewer than some twenty samples the bootstrap alone contains the truth less often than 95 times in 100. It is then
-widened to the A/A intervals of the two runs, which compare an implementation
-with itself: a difference that the harness measures where there is none cannot be distinguished from a real one. With
-fewer than six samples on a side no interval of a median reaches 95 %, so the verdict is UNSURE.
+widened to the A/A intervals of the two runs, which compare an implementation with itself: a difference that the harness
+measures where there is none cannot be distinguished from a real one. With fewer than six samples on a side no interval
+of a median reaches 95 %, so the verdict is UNSURE.
 """
 
 from __future__ import annotations
