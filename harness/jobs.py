@@ -71,9 +71,14 @@ def tasks(groups: Sequence[Group], size: int) -> list[Task]:
 
 
 def unmeasured(out: Path, groups: Sequence[Group]) -> list[Group]:
-    """The groups without a row of ours in the records, or whose run lacked a peer that is declared now."""
+    """The groups without a row of ours in the records, whose run lacked a peer that is declared now, or of which a row
+    was withdrawn."""
     found = findings(record.load(out)) if out.is_dir() and record.files(out) else []
-    measured = {(f.kernel, f.case, f.mode) for f in found if f.best is not None and not f.absent}
+    measured = {
+        (f.kernel, f.case, f.mode)
+        for f in found
+        if f.best is not None and not f.absent and not any(row.withdrawn for row in f.rows)
+    }
     return [group for group in groups if group not in measured]
 
 

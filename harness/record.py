@@ -26,6 +26,7 @@ row    one per implementation of that case and mode
         "pytorch": bool,                                                     # of a baseline: what a user would write
         "ablation": "...",                                                   # what runs, in a table of what parts bring
         "status": "ok"|"skipped"|"oom"|"error"|"wrong"|"over-roofline"|"crashed", "reason": null|"why not ok",
+                          # "error" with a reason that begins with "withdrawn: ": it had not measured what it claimed
         "cost": {"flops": {"fp32": int, ...}, "bytes": int, "link_bytes": int, "host_bytes": int},  # links where used;
         "items": 8192, "unit": "rows",                                       # in schema 1 FLOPs were of one "pipe"
         ... and for status "ok" (and "over-roofline"):

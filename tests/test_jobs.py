@@ -209,3 +209,13 @@ def test_what_has_a_row_of_ours_beside_all_peers_is_not_missing(tmp_path, monkey
     assert jobs.unmeasured(tmp_path, groups) == groups[1:]
     monkeypatch.setattr("harness.reporting.declared.peers", lambda kernel: ("compile",))
     assert jobs.unmeasured(tmp_path, groups) == groups
+
+
+@pytest.mark.parametrize(("reason", "repeated"), [("withdrawn: it took another path", True), ("no such module", False)])
+def test_a_group_with_a_withdrawn_row_is_missing(tmp_path, monkeypatch, reason, repeated):
+    monkeypatch.setattr("harness.reporting.declared.peers", lambda kernel: ("compile",))
+    start, ours = lines_of(Task("gelu", "fwd", ("a",)))
+    peer = {**ours, "implementation": "compile", "kind": "baseline", "status": "error", "reason": reason}
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "gelu.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (start, ours, peer)))
+    assert jobs.unmeasured(tmp_path, [("gelu", "a", "fwd")]) == [("gelu", "a", "fwd")] * repeated

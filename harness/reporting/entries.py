@@ -138,6 +138,11 @@ class Row:
         return str(self.data["status"])
 
     @property
+    def withdrawn(self) -> bool:
+        """Whether it turned out later not to have measured what it claimed, so that it is to be repeated."""
+        return self.status == "error" and str(self.get("reason", "")).startswith("withdrawn: ")
+
+    @property
     def ok(self) -> bool:
         return self.status == "ok" and self.column() is not None
 
