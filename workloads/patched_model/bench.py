@@ -18,7 +18,7 @@ from harness.spec import Case, Cost, Inputs, KernelSpec, Op, Peer, StandIn
 
 from .peers import compiled, liger, plain
 from .reference import loss_and_norms, norms, of_norms, patched_model_reference
-from .step import SIZES, Sizes, patched_model, places, views
+from .step import SIZES, Sizes, patched_and_compiled, patched_model, places, views
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MUTATED = ("weights", "exp_avg", "exp_avg_sq", "step")
@@ -120,8 +120,10 @@ def stand_in(case: Case) -> StandIn | None:
     return StandIn(smaller, inputs, loss_and_norms, results, LOSS_ERROR)
 
 
-def _needs_transformers(implementation: str, case: Case, mode: str) -> str | None:
-    return None if importlib.util.find_spec("transformers") else "transformers is not installed"
+def _unsupported(implementation: str, case: Case, mode: str) -> str | None:
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed"
+    return _half(case, mode) if implementation == "patched-compile" else None
 
 
 def _by(loss_fn: Callable) -> Callable[[], Op]:
@@ -147,7 +149,10 @@ def _liger() -> Op:
 
 SPEC = KernelSpec(
     name="patched_model",
-    implementations={"patched": patched_model},
+    implementations={
+        "patched": patched_model,
+        "patched-compile": partial(patched_model, loss_fn=patched_and_compiled),
+    },
     baselines=(
         Peer("torch", load=_by(plain)),
         Peer("torch-compile", load=_by(compiled), supports=_half),
@@ -167,7 +172,7 @@ SPEC = KernelSpec(
     unit="tokens",
     items=lambda case: case.dims["batch"] * case.dims["length"],
     fuzz={"batch": (1, 2), "length": (2, 8)},
-    unsupported_reason=_needs_transformers,
+    unsupported_reason=_unsupported,
     host_cases=(_case("host", HOST, 1, 16),),
     needs=("attention", "linear_cross_entropy", "rmsnorm", "rope", "swiglu"),
 )

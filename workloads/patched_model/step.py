@@ -121,10 +121,17 @@ def loss_of(model: Any) -> Loss:
 
 
 @lru_cache(maxsize=8)
-def _patched(sizes: Sizes, device: torch.device) -> Loss:
+def patched(sizes: Sizes, device: torch.device) -> Loss:
+    """The loss of a model with `ridgeline.patch` applied."""
     from kernels.patch import patch
 
     return loss_of(patch(made(sizes, device)))
+
+
+@lru_cache(maxsize=8)
+def patched_and_compiled(sizes: Sizes, device: torch.device) -> Loss:
+    """The same under torch.compile as one graph, which specialises on its shapes."""
+    return torch.compile(patched(sizes, device), dynamic=False, fullgraph=True)
 
 
 def patched_model(
@@ -136,7 +143,7 @@ def patched_model(
     *,
     sizes: Sizes,
     lr: float = 1e-4,
-    loss_fn: Callable[[Sizes, torch.device], Loss] = _patched,
+    loss_fn: Callable[[Sizes, torch.device], Loss] = patched,
 ) -> tuple[torch.Tensor, ...]:
     """Computes one training step in place: loss, gradients and AdamW.
 

@@ -18,7 +18,7 @@ from . import SIZES, patched_model
 from .bench import HOST, SMALL, SPEC, STAND_IN_LAYERS, TINY, make_inputs, sizes_of, stand_in
 from .peers import compiled, liger, plain
 from .reference import loss_and_norms, of_norms, patched_model_reference
-from .step import FAMILIES, _patched, loss_of, made, places, views
+from .step import FAMILIES, loss_of, made, patched, places, views
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY_CASES = [case for case in SPEC.cases if case.name.startswith("tiny")]
@@ -77,7 +77,7 @@ def test_a_library_that_changes_a_module_changes_its_own_copy() -> None:
 
     case = TINY_CASES[0]
     losses = {}
-    for name, loss_fn in (("changed", liger({"llama": apply})), ("patched", _patched), ("plain", plain)):
+    for name, loss_fn in (("changed", liger({"llama": apply})), ("patched", patched), ("plain", plain)):
         with torch.no_grad():
             losses[name] = patched_model(**inputs_of(case), loss_fn=loss_fn)[0]
     assert (modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaRMSNorm) == before
