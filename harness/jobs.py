@@ -70,14 +70,17 @@ def tasks(groups: Sequence[Group], size: int) -> list[Task]:
     ]
 
 
-def unmeasured(out: Path, groups: Sequence[Group]) -> list[Group]:
-    """The groups without a row of ours in the records, whose run lacked a peer that is declared now, or of which a row
-    was withdrawn."""
+def unmeasured(out: Path, groups: Sequence[Group], implementations: Mapping[str, Sequence[str]]) -> list[Group]:
+    """The groups without a row of ours in the records, those that lack a row of one of their kernel's
+    `implementations`, those whose run lacked a peer that is declared now, and those with a row that was withdrawn."""
     found = findings(record.load(out)) if out.is_dir() and record.files(out) else []
     measured = {
         (f.kernel, f.case, f.mode)
         for f in found
-        if f.best is not None and not f.absent and not any(row.withdrawn for row in f.rows)
+        if f.best is not None
+        and not f.absent
+        and {row["implementation"] for row in f.rows}.issuperset(implementations.get(f.kernel, ()))
+        and not any(row.withdrawn for row in f.rows)
     }
     return [group for group in groups if group not in measured]
 
@@ -243,7 +246,7 @@ def main(arguments: argparse.Namespace, selections: Sequence[Selection], out: Pa
     groups, devices = of_selections(selections), options.visible_gpus()
     asked = len(groups)
     if arguments.missing:
-        groups = unmeasured(out, groups)
+        groups = unmeasured(out, groups, {s.spec.name: s.implementations for s in selections})
     folder = Path(tempfile.mkdtemp(prefix="ridgeline-jobs-"))
     threads = max(1, (os.cpu_count() or 1) // (len(devices) * arguments.jobs))
     passed = [word for name in PASSED for word in _words(name, getattr(arguments, name))]

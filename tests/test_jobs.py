@@ -199,16 +199,22 @@ def test_few_groups_are_dealt_out_one_by_one(groups, places, size):
     assert jobs.batch(groups, places) == size
 
 
-def test_what_has_a_row_of_ours_beside_all_peers_is_not_missing(tmp_path, monkeypatch):
-    groups = [("gelu", case, "fwd") for case in ("a", "b")]
-    assert jobs.unmeasured(tmp_path / "none", groups) == groups
-    path = tmp_path / "records" / "gelu.jsonl"
-    path.parent.mkdir()
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines_of(Task("gelu", "fwd", ("a",)))))
+def write(out: Path, lines: list[dict]) -> None:
+    (out / "records").mkdir()
+    (out / "records" / "gelu.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_what_has_rows_of_all_implementations_is_not_missing(tmp_path, monkeypatch):
     monkeypatch.setattr("harness.reporting.declared.peers", lambda kernel: ())
-    assert jobs.unmeasured(tmp_path, groups) == groups[1:]
+    groups = [("gelu", case, "fwd") for case in ("a", "b")]
+    start, row = lines_of(Task("gelu", "fwd", ("a",)))
+    ours = row["implementation"]
+    assert jobs.unmeasured(tmp_path / "none", groups, {"gelu": [ours]}) == groups
+    write(tmp_path, [start, row])
+    assert jobs.unmeasured(tmp_path, groups, {"gelu": [ours]}) == groups[1:]
+    assert jobs.unmeasured(tmp_path, groups, {"gelu": [ours, "another-of-ours"]}) == groups
     monkeypatch.setattr("harness.reporting.declared.peers", lambda kernel: ("compile",))
-    assert jobs.unmeasured(tmp_path, groups) == groups
+    assert jobs.unmeasured(tmp_path, groups, {"gelu": [ours]}) == groups
 
 
 @pytest.mark.parametrize(("reason", "repeated"), [("withdrawn: it took another path", True), ("no such module", False)])
@@ -216,6 +222,6 @@ def test_a_group_with_a_withdrawn_row_is_missing(tmp_path, monkeypatch, reason, 
     monkeypatch.setattr("harness.reporting.declared.peers", lambda kernel: ("compile",))
     start, ours = lines_of(Task("gelu", "fwd", ("a",)))
     peer = {**ours, "implementation": "compile", "kind": "baseline", "status": "error", "reason": reason}
-    (tmp_path / "records").mkdir()
-    (tmp_path / "records" / "gelu.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (start, ours, peer)))
-    assert jobs.unmeasured(tmp_path, [("gelu", "a", "fwd")]) == [("gelu", "a", "fwd")] * repeated
+    write(tmp_path, [start, ours, peer])
+    groups = [("gelu", "a", "fwd")]
+    assert jobs.unmeasured(tmp_path, groups, {"gelu": [ours["implementation"], "compile"]}) == groups * repeated

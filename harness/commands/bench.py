@@ -105,7 +105,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--missing",
         action="store_true",
-        help="with --jobs: only cases that were not yet measured together with all present peers",
+        help="with --jobs: only cases without a measurement of all present implementations, or with a withdrawn row",
     )
     group.add_argument(
         "--minutes", type=float, metavar="M", help="with --jobs: stop after M minutes, keep finished rows"
