@@ -40,6 +40,16 @@ def capture(device: torch.device) -> dict[str, Any]:
     }
 
 
+def use_tritons_ptxas() -> None:
+    """Has all Triton kernels, ours and Inductor's, assembled by the ptxas of the Triton package, unless the variable
+    already names another. By default Inductor's compiler processes use PyTorch's own, and this process Triton's. Their
+    entries in Triton's cache have different keys then: max-autotune compiles the candidates of each GEMM in these
+    processes, and again, one at a time, while it times them here. Call it before the first compilation."""
+    from triton import knobs
+
+    os.environ.setdefault("TRITON_PTXAS_PATH", knobs.nvidia.ptxas.path)
+
+
 def gpu(device: torch.device) -> dict[str, Any]:
     """The card: name, table key or None, UUID, sizes, driver, highest clock and power limit."""
     import pynvml

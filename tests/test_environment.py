@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from triton import knobs
 
 from harness import environment, registry, roofline
 
@@ -48,3 +51,12 @@ def test_a_copy_can_be_told_its_commit(monkeypatch, tmp_path):
 def test_every_key_of_the_table_can_be_planned_for():
     for key in roofline.table():
         assert environment.target(key, "cpu")[1] == key
+
+
+@pytest.mark.parametrize("chosen", [None, "/elsewhere/ptxas"])
+def test_all_kernels_are_assembled_by_tritons_ptxas_unless_another_is_chosen(monkeypatch, chosen):
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "")  # so that it is restored
+    monkeypatch.delenv("TRITON_PTXAS_PATH") if chosen is None else monkeypatch.setenv("TRITON_PTXAS_PATH", chosen)
+    tritons = knobs.nvidia.ptxas.path
+    environment.use_tritons_ptxas()
+    assert os.environ["TRITON_PTXAS_PATH"] == (chosen or tritons)

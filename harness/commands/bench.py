@@ -244,6 +244,7 @@ class Session:
     journal: renewal.Journal = field(default_factory=renewal.Journal)
 
     def __post_init__(self) -> None:
+        environment.use_tritons_ptxas()
         self.turns = Turns(getattr(self.arguments, "turns", None), self.device)
         self.turns.take()
         self.environment = environment.capture(self.device)

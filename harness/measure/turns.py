@@ -2,7 +2,8 @@
 
 A bench holds the GPU from a case's first use of it to its last, except while torch.compile, Triton, NVRTC or the CuTe
 DSL works on the host, or QuACK's autotuner waits for its pool of processes. Kernels that Inductor times on the GPU for
-its autotuning acquire the GPU separately. So nothing is timed while others use the GPU.
+its autotuning acquire the GPU separately, and no thread that compiles meanwhile releases it. So nothing is timed while
+others use the GPU.
 
 The waiting bench whose case began first is next, so that few cases are half done when time is up.
 """
@@ -22,7 +23,8 @@ from typing import IO, Any
 
 import torch
 
-LOOK_SECONDS = 0.01  # polling interval for who is next
+LOOK_SECONDS = 0.003  # polling interval for who is next; many holds last some 25 ms
+KEPT_BYTES = 1 << 30  # memory that PyTorch's cache may keep while others have the GPU: to free it takes time
 ROOM, ROOM_SECONDS = 0.5, 240.0  # fraction of GPU memory that must be free for a case to begin; longest wait for it
 KEPT_SECONDS = 600.0  # age after which `once` measures again
 SLEEP_SECONDS = 0.5  # while a case waits for memory; minimum while QuACK's autotuner waits for its compilations
@@ -42,6 +44,7 @@ class Turns:
         self._ours = False
         self._lock = threading.RLock()  # Inductor compiles in several threads
         self._compilers = 0  # compilations in progress
+        self._timed = 0  # nested contexts that keep the GPU
         self._released: list[int] = []  # for each release by a compilation: the number of compilations before it
         self._since = self._taken = time.time()
         self.waited = 0.0  # total seconds of waiting for others
@@ -104,7 +107,8 @@ class Turns:
                 if self._device.type == "cuda":
                     with suppress(torch.AcceleratorError):  # from a lost context, in which nothing runs any more
                         torch.cuda.synchronize(self._device)
-                        torch.cuda.empty_cache()  # the other benches need memory too
+                        if _cached(self._device) > KEPT_BYTES:
+                            torch.cuda.empty_cache()  # the other benches need memory too
                 fcntl.flock(self._file, fcntl.LOCK_UN)
             self._ours = False
             self._had += time.time() - self._taken
@@ -178,22 +182,24 @@ class Turns:
 
     @contextmanager
     def _having(self) -> Iterator[None]:
-        """Context that holds the GPU."""
-        if self._ours:
-            yield
-            return
-        self.take()
+        """Context that has the GPU from its begin to its end."""
+        with self._lock:
+            ours = self._ours
+            self.take()
+            self._timed += 1
         try:
             yield
         finally:
-            self.give()
+            with self._lock:
+                self._timed -= 1
+                self._turn_to(ours)
 
     @contextmanager
     def _lending(self) -> Iterator[None]:
-        """Context that does not hold the GPU. It may run in several threads at a time: the first to begin releases the
-        GPU, and the last to end acquires it again."""
+        """Context that does not need the GPU. It may run in several threads at a time: the first to begin releases the
+        GPU, unless something is timed, and the last to end acquires it again."""
         with self._lock:
-            if self._ours:
+            if self._ours and not self._timed:
                 self.give()
                 self._released.append(self._compilers)
             self._compilers += 1
@@ -230,6 +236,11 @@ class _Sleeping:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._clock, name)
+
+
+def _cached(device: torch.device) -> int:
+    """The bytes that PyTorch's allocator keeps without use."""
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _locks(file: IO[str]) -> bool:
