@@ -31,6 +31,7 @@ from .reporting.findings import findings
 BATCH = 3  # groups per process, at most: a process starts in some 15 seconds
 ROUNDS = 4  # processes per slot, at least, one after the other, so that none runs long after the others end
 LOOK_SECONDS = 0.1
+BUSY = 2  # compiler processes per core: at any time most benches wait for the GPU, or use it
 PATIENCE_SECONDS = 2.0  # for a terminal's Ctrl-C, which every process gets, to take effect
 GRACE_SECONDS = 15.0  # from an interrupt to a kill
 INTERRUPTED = 130
@@ -248,7 +249,7 @@ def main(arguments: argparse.Namespace, selections: Sequence[Selection], out: Pa
     if arguments.missing:
         groups = unmeasured(out, groups, {s.spec.name: s.implementations for s in selections})
     folder = Path(tempfile.mkdtemp(prefix="ridgeline-jobs-"))
-    threads = max(1, (os.cpu_count() or 1) // (len(devices) * arguments.jobs))
+    threads = max(1, BUSY * (os.cpu_count() or 1) // (len(devices) * arguments.jobs))
     passed = [word for name in PASSED for word in _words(name, getattr(arguments, name))]
 
     def start(task: Task, number: int, own: Path, shared: bool) -> subprocess.Popen[bytes]:
