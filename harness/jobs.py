@@ -249,7 +249,7 @@ def main(arguments: argparse.Namespace, selections: Sequence[Selection], out: Pa
     if arguments.missing:
         groups = unmeasured(out, groups, {s.spec.name: s.implementations for s in selections})
     folder = Path(tempfile.mkdtemp(prefix="ridgeline-jobs-"))
-    threads = max(1, BUSY * (os.cpu_count() or 1) // (len(devices) * arguments.jobs))
+    threads = max(1, BUSY * len(os.sched_getaffinity(0)) // (len(devices) * arguments.jobs))
     passed = [word for name in PASSED for word in _words(name, getattr(arguments, name))]
 
     def start(task: Task, number: int, own: Path, shared: bool) -> subprocess.Popen[bytes]:
