@@ -362,11 +362,8 @@ PEERS = (
 
 
 def _alias(implementation: str, case: Case, mode: str) -> str | None:
-    if implementation != "collectives":
-        return None
-    if case.world_size == 1:
-        return "one GPU sends nothing"
-    return "same version as auto, since P2P is disabled" if case.params.get("slow") else None
+    slow = implementation == "collectives" and case.params.get("slow")
+    return "same version as auto, since P2P is disabled" if slow else None
 
 
 def _candidates(case: Case) -> list[configs.Config]:

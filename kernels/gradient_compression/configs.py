@@ -16,7 +16,7 @@ class Config:
 
 
 def pick_config(blocks: int, capability: tuple[int, int]) -> Config:
-    """Configuration of all three kernels, for chunks of `blocks` blocks. Pure.
+    """Configuration of all kernels, for chunks of `blocks` blocks. Pure.
 
     A warp processes entire blocks, so that the maximum of a block needs one warp only: 8 elements per lane. Sixteen
     blocks per CTA of 4 warps are 32 elements per thread: four 16-byte loads of bf16 in flight, 16 bytes of 4-bit codes

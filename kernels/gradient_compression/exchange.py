@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .chunks import Chunks
 from .launch import Plans, lean, signature
-from .plans import Stages
+from .plans import Alone, Stages
 from .transport import Collectives, peers, reachable
 
-_STAGES = Plans()
+_PLANS = Plans()
+_P = TypeVar("_P", Alone, Stages)
 
 
 def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -35,6 +37,9 @@ def all_reduce(
         return
     if group is not None and group.size() == 1:
         group = None
+    if group is None and transport != "collectives":
+        _plan(lambda: Alone(x.numel(), kind, x.device), ("alone", kind), x, residual)(x, residual)
+        return
     rank, world, in_place = 0, 1, False
     if group is not None:
         rank, world = group.rank(), group.size()
@@ -44,7 +49,7 @@ def all_reduce(
         chunks = Chunks.whole_blocks(x.numel(), world, kind)
         return Stages(chunks, rank, x.device, average, peers=in_place)
 
-    stages = _stages(make, ("all_reduce", rank, world, kind, average, in_place), x, residual)
+    stages = _plan(make, ("all_reduce", rank, world, kind, average, in_place), x, residual)
     if in_place and group is not None:
         peers(group, x.device, world * stages.chunks.bytes).exchange(stages, x, residual)
     else:
@@ -68,15 +73,15 @@ def reduce_scatter(
     def make() -> Stages:
         return Stages(Chunks.even(x.numel(), world, kind), rank, x.device, average, scatter=True)
 
-    stages = _stages(make, ("reduce_scatter", rank, world, kind, average), x, residual, out)
+    stages = _plan(make, ("reduce_scatter", rank, world, kind, average), x, residual, out)
     received = Collectives(group if world > 1 else None).scatter(stages, x, residual)
     stages.reduce(received, None, out)
 
 
-def _stages(make: Callable[[], Stages], options: tuple[Hashable, ...], x: torch.Tensor, *others: torch.Tensor | None):
+def _plan(make: Callable[[], _P], options: tuple[Hashable, ...], x: torch.Tensor, *others: torch.Tensor | None) -> _P:
     """The plan for these tensors and options, cached if the tensors are plain."""
     if not lean(x, *others):
         return make()
     key = (*options, signature(x), *map(signature, others))
-    found = _STAGES.find(key)
-    return _STAGES.keep(key, make()) if found is None else found
+    found = _PLANS.find(key)
+    return _PLANS.keep(key, make()) if found is None else found

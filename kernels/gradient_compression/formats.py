@@ -54,30 +54,50 @@ _TO_E4M3 = tl.constexpr("""{
 @triton.jit
 def load_float(ptr, mask):
     """Loads values as fp32, with 0 where masked."""
-    if ptr.dtype.element_ty == tl.int16:
-        bits = tl.load(ptr, mask=mask, other=0).to(tl.int32) << 16
-        return bits.to(tl.float32, bitcast=True)
-    return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+    return _widened(tl.load(ptr, mask=mask, other=0))
 
 
 @triton.jit
 def store_float(ptr, x, mask):
     """Stores x, rounded to nearest, ties to even."""
-    if ptr.dtype.element_ty == tl.int16:
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        tl.store(ptr, tl.where(x == x, rounded, 0x7FC0).to(tl.int16), mask=mask)
-    else:
-        tl.store(ptr, x.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr, _narrowed(ptr, x), mask=mask)
 
 
 @triton.jit
 def store_residual(ptr, lost, mask):
     """Stores errors in a residual, which stays finite: 0 for NaN, and what fp16 cannot hold as its largest number."""
+    tl.store(ptr, _as_residual(ptr, lost), mask=mask)
+
+
+@triton.jit
+def through_residual(ptr, lost):
+    """What `load_float` reads after `store_residual`, without the memory."""
+    return _widened(_as_residual(ptr, lost))
+
+
+@triton.jit
+def _widened(x):
+    if x.dtype == tl.int16:
+        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _narrowed(ptr, x):
+    """x in the pointer's dtype, rounded to nearest, ties to even."""
+    if ptr.dtype.element_ty == tl.int16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, rounded, 0x7FC0).to(tl.int16)
+    return x.to(ptr.dtype.element_ty)
+
+
+@triton.jit
+def _as_residual(ptr, lost):
     lost = tl.where(lost == lost, lost, 0.0)
     if ptr.dtype.element_ty == tl.float16:
         lost = tl.minimum(tl.maximum(lost, -65504.0), 65504.0)
-    store_float(ptr, lost, mask)
+    return _narrowed(ptr, lost)
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""The three kernels of a compressed all-reduce: quantise, reduce, dequantise. Each of N ranks owns one chunk.
+"""The three kernels of a compressed all-reduce: quantise, reduce, dequantise. Each of N ranks owns one chunk. For
+one rank a fourth kernel computes in registers what the three would.
 
 Estimate, n bf16 elements, two H200: memory 4250 GB/s, NVLink about 400 GB/s per direction, b bytes per quantised
 element (1.016 for int8 and fp8, 0.516 for int4, with scales). A residual in bf16 adds 4n to the first kernel.
@@ -22,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .formats import decode, load_float, quantize, store_float, store_residual
+from .formats import decode, load_float, quantize, store_float, store_residual, through_residual
 
 
 @triton.jit
@@ -181,3 +182,30 @@ def _gradient_compression_dequantize_kernel(
     begin = chunk.to(tl.int64) * elements
     within = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     store_float(x_ptr + begin + within, x, (within < elements) & (within < numel - begin))
+
+
+@triton.jit
+def _gradient_compression_alone_kernel(
+    x_ptr,
+    residual_ptr,
+    numel,
+    KIND: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """What the three kernels compute for one rank, bit for bit: x + residual, quantised and dequantised twice."""
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    within = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = within < numel
+    x = load_float(x_ptr + within, mask)
+    if residual_ptr is not None:
+        x += load_float(residual_ptr + within, mask)
+    _, _, kept = quantize(x, KIND, NATIVE)
+    total = kept + 0.0  # a sum over one rank, in which -0 becomes 0
+    _, _, result = quantize(total, KIND, NATIVE)
+    store_float(x_ptr + within, result, mask)
+    if residual_ptr is not None:
+        lost = total - result
+        lost = through_residual(residual_ptr, x - kept) + tl.where(lost == lost, lost, 0.0)
+        store_residual(residual_ptr + within, lost, mask)

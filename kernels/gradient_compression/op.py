@@ -59,6 +59,7 @@ def gradient_compression(
     transport  "collectives": all_to_all and all_gather of the group's backend, any number of hosts. "peers": GPUs of
                one host write into each other's memory (torch's symmetric memory); all ranks must make their calls of
                the same size and stream in the same order. "auto": "peers" if possible, unless NCCL_P2P_DISABLE is set.
+               With one rank: "collectives" runs the kernels of several ranks, the others one fused kernel.
 
     Returns tensor. With several ranks the first call of a size may synchronise with the other ranks on the host
     (symmetric memory): make it before a CUDA graph is captured.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
@@ -10,6 +12,7 @@ from .checks import INTERPRETED
 from .chunks import Chunks
 from .configs import BLOCK
 from .kernel import (
+    _gradient_compression_alone_kernel,
     _gradient_compression_dequantize_kernel,
     _gradient_compression_quantize_kernel,
     _gradient_compression_reduce_kernel,
@@ -25,6 +28,39 @@ def readable(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor
 
 
+def _options(config: configs.Config, kind: str, capability: tuple[int, int]) -> dict[str, Any]:
+    """The options that all kernels have."""
+    return {
+        "KIND": kind,
+        "NATIVE": capability >= (8, 9),
+        "BLOCK": BLOCK,
+        "ROWS": config.rows,
+        "num_warps": config.num_warps,
+        # Each result is rounded as in PyTorch, so that all GPUs and the reference agree bit for bit.
+        "enable_fp_fusion": False,
+    }
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    # The interpreter is treated as an sm_80 GPU.
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+
+
+class Alone:
+    """The one launch of a single rank over flat tensors of `numel` elements on `device`."""
+
+    def __init__(self, numel: int, kind: str, device: torch.device) -> None:
+        blocks, capability = triton.cdiv(numel, BLOCK), _capability(device)
+        config = configs.pick_config(blocks, capability)
+        grid = (triton.cdiv(blocks, config.rows),)
+        options = _options(config, kind, capability)
+        self._launch = Launch(_gradient_compression_alone_kernel, grid, device, (numel,), **options)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Quantises and dequantises x + residual twice, into x. The residual becomes the error."""
+        self._launch(readable(x), readable(residual))
+
+
 class Stages:
     """The three launches of rank `rank` over flat tensors of `chunks.numel` elements on `device`.
 
@@ -36,19 +72,9 @@ class Stages:
     def __init__(
         self, chunks: Chunks, rank: int, device: torch.device, average: bool, peers: bool = False, scatter: bool = False
     ) -> None:
-        # The interpreter is treated as an sm_80 GPU.
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+        capability = _capability(device)
         config = configs.pick_config(chunks.blocks, capability)
-        options = {
-            "KIND": chunks.kind,
-            "NATIVE": capability >= (8, 9),
-            "WORLD": chunks.world,
-            "BLOCK": BLOCK,
-            "ROWS": config.rows,
-            "num_warps": config.num_warps,
-            # Each result is rounded as in PyTorch, so that all GPUs and the reference agree bit for bit.
-            "enable_fp_fusion": False,
-        }
+        options = {**_options(config, chunks.kind, capability), "WORLD": chunks.world}
         ctas = triton.cdiv(chunks.blocks, config.rows)
         begin = rank * chunks.elements
         own = max(0, min(chunks.elements, chunks.numel - begin))
