@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from .plans import Alone, Stages
 from .transport import Collectives, peers, reachable
 
 _PLANS = Plans()
-_P = TypeVar("_P", Alone, Stages)
 
 
 def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -78,7 +77,7 @@ def reduce_scatter(
     stages.reduce(received, None, out)
 
 
-def _plan(make: Callable[[], _P], options: tuple[Hashable, ...], x: torch.Tensor, *others: torch.Tensor | None) -> _P:
+def _plan(make: Callable[[], Any], options: tuple[Hashable, ...], x: torch.Tensor, *others: torch.Tensor | None) -> Any:
     """The plan for these tensors and options, cached if the tensors are plain."""
     if not lean(x, *others):
         return make()
