@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
-from kernels.patch import OPS, attention, patch, patched, unpatch
+from kernels.patch import OPS, attention, loss, patch, patched, unpatch
 from kernels.train import TrainStep
 
 transformers = pytest.importorskip("transformers")
@@ -159,6 +159,21 @@ def test_packed_sequences_with_labels(use_cache: bool | None) -> None:
     model, reference = patch(made("llama")), made("llama")
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]], device=DEVICE).expand(2, 9)
     same_step(model, reference, position_ids=positions, use_cache=use_cache)
+
+
+def test_the_memory_for_logits_is_that_of_each_model(monkeypatch) -> None:
+    asked, original = [], loss.linear_cross_entropy
+
+    def spy(*tensors: torch.Tensor, scratch_bytes: int | None, **options) -> torch.Tensor:
+        asked.append(scratch_bytes)
+        return original(*tensors, scratch_bytes=scratch_bytes, **options)
+
+    monkeypatch.setattr(loss, "linear_cross_entropy", spy)
+    small, roomy = patch(made("llama"), loss_scratch_bytes=0), patch(made("llama"), loss_scratch_bytes=1 << 20)
+    for model in (small, roomy, patch(made("llama")), copy.deepcopy(roomy)):
+        same_step(model, made("llama"))
+    same_step(patch(roomy), made("llama"))  # patched again, in place
+    assert asked == [0, 1 << 20, None, 1 << 20, None]
 
 
 class NoWait(TorchDispatchMode):

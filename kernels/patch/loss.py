@@ -14,14 +14,14 @@ from ..linear_cross_entropy import linear_cross_entropy
 from .layers import FAMILIES, called_only
 
 
-def fused(module: nn.Module) -> Callable | None:
+def fused(module: nn.Module, scratch_bytes: int | None) -> Callable | None:
     if not re.fullmatch(f"({FAMILIES})ForCausalLM", type(module).__name__):
         return None
-    return _training_or(type(module).forward)
+    return _training_or(type(module).forward, scratch_bytes)
 
 
 @cache
-def _training_or(original: Callable) -> Callable:
+def _training_or(original: Callable, scratch_bytes: int | None) -> Callable:
     """A forward that computes the loss itself if it can, and calls `original` otherwise."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.utils import can_return_tuple
@@ -29,7 +29,7 @@ def _training_or(original: Callable) -> Callable:
     @can_return_tuple
     def with_loss(self, labels: torch.Tensor, options: dict[str, Any], inputs: dict[str, Any]) -> Any:
         outputs = self.model(**inputs, **options)
-        loss = _loss(self, outputs.last_hidden_state, labels, **options)
+        loss = _loss(self, outputs.last_hidden_state, labels, scratch_bytes, **options)
         return CausalLMOutputWithPast(
             loss=loss,
             past_key_values=outputs.past_key_values,
@@ -81,6 +81,7 @@ def _loss(
     model: Any,
     hidden: torch.Tensor,
     labels: torch.Tensor,
+    scratch_bytes: int | None,
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
@@ -99,5 +100,6 @@ def _loss(
         ignore_index=ignore_index,
         softcap=getattr(model.config, "final_logit_softcapping", None),
         reduction="mean" if num_items_in_batch is None else "sum",
+        scratch_bytes=scratch_bytes,
     )
     return loss if num_items_in_batch is None else loss / num_items_in_batch

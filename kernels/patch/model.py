@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 from torch import nn
 
@@ -20,14 +21,13 @@ _FORWARDS: dict[str, Callable[[nn.Module], Callable | None]] = {
     "norm": layers.norm,
     "rope": layers.rotation,
     "mlp": layers.gated,
-    "loss": loss.fused,
 }
 OPS = ("norm", "rope", "mlp", "attention", "loss")
 
 _CLASSES: dict[tuple[type, Callable], type] = {}
 
 
-def patch(model: nn.Module, *, except_: Collection[str] = ()) -> nn.Module:
+def patch(model: nn.Module, *, except_: Collection[str] = (), loss_scratch_bytes: int | None = None) -> nn.Module:
     """Replaces, in place, the parts of a Hugging Face model that these kernels can compute.
 
     "norm"       LlamaRMSNorm and equal classes, Gemma's with weight_offset 1: `rmsnorm`
@@ -43,6 +43,9 @@ def patch(model: nn.Module, *, except_: Collection[str] = ()) -> nn.Module:
     model    Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2, Gemma 3 (text), Phi, Phi-3, or a module that contains such a
              model, like PEFT's wrappers. Linear layers are not changed, so LoRA's are not either.
     except_  the names of parts not to replace
+    loss_scratch_bytes  upper bound of the memory for logits: `scratch_bytes` of `linear_cross_entropy`. By default it
+             is small, and the logits of many tokens are computed twice. With 2 · tokens · vocabulary bytes in 16 bits
+             none are.
 
     Returns the model. It works under torch.compile(fullgraph=True), with gradient checkpointing, and for generation.
     Nothing in a training step synchronises, so `ridgeline.train.TrainStep` can capture it in a CUDA graph, if the model
@@ -66,6 +69,8 @@ def patch(model: nn.Module, *, except_: Collection[str] = ()) -> nn.Module:
         if op == "attention":
             attention.use(model)
             _exchange(model, None, attention.unmasked)
+        elif op == "loss":
+            _exchange(model, op, partial(loss.fused, scratch_bytes=loss_scratch_bytes))
         else:
             _exchange(model, op, _FORWARDS[op])
     if not patched(model) and set(OPS) - set(except_):
