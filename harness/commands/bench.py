@@ -244,7 +244,6 @@ class Session:
     journal: renewal.Journal = field(default_factory=renewal.Journal)
 
     def __post_init__(self) -> None:
-        environment.use_tritons_ptxas()
         self.turns = Turns(getattr(self.arguments, "turns", None), self.device)
         self.turns.take()
         self.environment = environment.capture(self.device)
@@ -435,7 +434,8 @@ class Group:
         self.restore = partial(data.restore, 0)
         ready: dict[str, execute.Op] = {}
         for name in self.selection.implementations:
-            with self._guarded(name), clock.stream():
+            assembling = environment.assembling(peer=name not in self.spec.implementations)
+            with self._guarded(name), clock.stream(), assembling:
                 self._once(name)
                 self._begin(name)
 
