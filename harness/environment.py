@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +21,6 @@ PACKAGES = (
 #: Prefixes of environment variables that control communication between GPUs.
 VARIABLES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "TORCH_SYMMMEM")
 CPU = "CPU"
-PTXAS = "TRITON_PTXAS_PATH"
 
 
 def capture(device: torch.device) -> dict[str, Any]:
@@ -42,30 +38,6 @@ def capture(device: torch.device) -> dict[str, Any]:
         **({"variables": variables} if variables else {}),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-@contextmanager
-def assembling(peer: bool) -> Iterator[None]:
-    """Context in which this process assembles Triton kernels by the ptxas in PyTorch's wheel for a peer, as Inductor's
-    compiler processes do, else by the one in Triton's. Has no effect where TRITON_PTXAS_PATH is set before.
-
-    With Triton's for a peer max-autotune compiles the candidates of each GEMM in Inductor's processes and
-    again, one at a time, while it times them in this one, since the version is part of the keys of Triton's cache.
-    """
-    from triton.backends.nvidia.compiler import get_ptxas_version
-
-    if PTXAS in os.environ:
-        yield
-        return
-    path = Path(torch.__file__).with_name("bin") / "ptxas"
-    if peer and os.access(path, os.X_OK):  # not every build of PyTorch has one
-        os.environ[PTXAS] = str(path)
-    get_ptxas_version.cache_clear()
-    try:
-        yield
-    finally:
-        os.environ.pop(PTXAS, None)  # where Inductor compiles in this process, it sets the variable itself
-        get_ptxas_version.cache_clear()
 
 
 def gpu(device: torch.device) -> dict[str, Any]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-from triton import knobs
-from triton.backends.nvidia.compiler import get_ptxas_version
 
 from harness import environment, registry, roofline
 
@@ -52,39 +48,3 @@ def test_a_copy_can_be_told_its_commit(monkeypatch, tmp_path):
 def test_every_key_of_the_table_can_be_planned_for():
     for key in roofline.table():
         assert environment.target(key, "cpu")[1] == key
-
-
-@pytest.fixture
-def torchs_ptxas(monkeypatch, tmp_path):
-    """PyTorch with a ptxas, and no variable that names one."""
-    monkeypatch.setenv("TRITON_PTXAS_PATH", "")  # so that it is restored
-    monkeypatch.delenv("TRITON_PTXAS_PATH")
-    path = tmp_path / "bin" / "ptxas"
-    path.parent.mkdir()
-    path.write_text("#!/bin/sh\necho release 99.9\n")
-    path.chmod(0o755)
-    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
-    return str(path)
-
-
-def test_peers_are_assembled_by_pytorchs_ptxas_and_ours_by_tritons(torchs_ptxas):
-    with environment.assembling(peer=False):
-        assert knobs.nvidia.ptxas.path != torchs_ptxas
-        ours = get_ptxas_version(90)
-        os.environ["TRITON_PTXAS_PATH"] = torchs_ptxas  # as Inductor does where it compiles in this process
-    with environment.assembling(peer=True):
-        assert knobs.nvidia.ptxas.path == torchs_ptxas and "99.9" in get_ptxas_version(90)
-    assert "TRITON_PTXAS_PATH" not in os.environ and get_ptxas_version(90) == ours
-
-
-def test_a_ptxas_that_the_user_names_is_everybodys(torchs_ptxas, monkeypatch):
-    monkeypatch.setenv("TRITON_PTXAS_PATH", "/elsewhere/ptxas")
-    with environment.assembling(peer=True):
-        assert os.environ["TRITON_PTXAS_PATH"] == "/elsewhere/ptxas"
-    assert os.environ["TRITON_PTXAS_PATH"] == "/elsewhere/ptxas"
-
-
-def test_without_one_in_pytorch_tritons_does(torchs_ptxas):
-    os.remove(torchs_ptxas)
-    with environment.assembling(peer=True):
-        assert knobs.nvidia.ptxas.path != torchs_ptxas and "TRITON_PTXAS_PATH" not in os.environ

@@ -26,6 +26,7 @@ from ..correctness.accuracy import Verdict
 from ..correctness.oracle import Memory
 from ..correctness.stand_in import checked
 from ..measure import memory, timing
+from ..measure.assembler import inductors_ptxas
 from ..measure.quack_tuning import two_rounds
 from ..measure.turns import Turns
 from ..on_gpu import folder
@@ -434,13 +435,12 @@ class Group:
         self.restore = partial(data.restore, 0)
         ready: dict[str, execute.Op] = {}
         for name in self.selection.implementations:
-            assembling = environment.assembling(peer=name not in self.spec.implementations)
-            with self._guarded(name), clock.stream(), assembling:
+            with self._guarded(name), clock.stream():
                 self._once(name)
                 self._begin(name)
 
                 def attempt(fn: execute.Op) -> None:
-                    with self.session.turns.compiling(), two_rounds():
+                    with self.session.turns.compiling(), inductors_ptxas(), two_rounds():
                         execute.bind(self.spec, fn, inputs[0], self.mode, grads[0])()
                     torch.cuda.synchronize()
 
