@@ -20,19 +20,14 @@ def compress_hook(state: CompressState, bucket: GradBucket) -> torch.futures.Fut
     overlapped with the rest of the backward. Returns a future, on which DDP waits. On a CPU the work is complete when
     this returns.
     """
-    buffer = bucket.buffer()
-    if not buffer.is_cuda:
-        with torch.no_grad():
-            _reduce(state, bucket)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(buffer)
-        return future
-    stream = state.stream(buffer.device)
-    stream.wait_stream(torch.cuda.current_stream(buffer.device))
+    buffer, stream = bucket.buffer(), None
+    if buffer.is_cuda:
+        stream = state.stream(buffer.device)
+        stream.wait_stream(torch.cuda.current_stream(buffer.device))
     with torch.cuda.stream(stream), torch.no_grad():
         _reduce(state, bucket)
-        future = torch.futures.Future(devices=[buffer.device])
-        future.set_result(buffer)  # records the current stream; a wait on the future waits for it
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device] if stream else None)
+        future.set_result(buffer)  # records the current stream of a GPU; a wait on the future waits for it
     return future
 
 

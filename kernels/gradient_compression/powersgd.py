@@ -54,10 +54,9 @@ def power_sgd(
     right = _means({shape: _product(m.mT, left[shape]) for shape, m in stacks.items()}, group)
     result = {}
     for shape, numbers in shapes.items():
-        finite = right[shape].isfinite().all(dim=(1, 2), keepdim=True)
         largest = right[shape].abs().amax(dim=1, keepdim=True)
-        remains = largest > EPSILON * largest.amax(dim=2, keepdim=True)
-        kept = torch.where(finite & remains, right[shape], old[shape])
+        remains = largest > EPSILON * largest.amax(dim=2, keepdim=True)  # nowhere if an element is not finite
+        kept = torch.where(remains, right[shape], old[shape])
         product = _product(left[shape], right[shape].mT)
         for place, number in enumerate(numbers):
             factors[number] = kept[place]

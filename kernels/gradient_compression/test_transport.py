@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from . import exchange, transport
+from . import exchange, topk, transport
 from .chunks import KINDS, Chunks
 from .reference import exchange_reference
 from .test_gradient_compression import DEVICE, same
@@ -128,6 +128,68 @@ def test_one_rank_sends_nothing() -> None:
     exchange.all_reduce(x, None, group, "int8", True, "peers")
     assert torch.equal(x, want)
     assert not transport.reachable(group, torch.device("cuda"))
+
+
+def test_what_is_gathered_is_in_the_order_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(everyone: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+        everyone.copy_(torch.cat([own, own + 10, own + 20]))
+
+    monkeypatch.setattr(transport, "_all_gather", gather)
+    own = torch.arange(4.0)
+    found = transport.all_gather(own, Ranks(3).group(0))
+    assert [part.tolist() for part in found] == [[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]]
+    assert transport.all_gather(own, None) == [own] and transport.all_gather(own, Ranks(1).group(0)) == [own]
+
+
+def test_top_k_is_the_mean_over_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [torch.tensor([3.0, 0, -5, 1, 0]), torch.tensor([0.0, 2, 7, 1, 0])]
+    sent: list[torch.Tensor] = []
+    for x in ranks:
+        monkeypatch.setattr(topk, "all_gather", lambda own, group: sent.append(own) or [own])
+        topk.top_k(x.clone(), None, None, 0.4, 5)
+    monkeypatch.setattr(topk, "all_gather", lambda own, group: sent)
+    x = ranks[0].clone()
+    topk.top_k(x, None, Ranks(2).group(0), 0.4, 5)
+    assert x.tolist() == [1.5, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("reached", "hosts", "forbidden", "index", "answer"),
+    [
+        (({0, 1}, {0, 1}), "aa", "", 0, True),
+        (({0, 1, 2}, {0, 1}), "aa", "0", 0, True),
+        (({0, 1}, {1}), "aa", "", 0, False),  # as another rank says
+        (({0}, {0, 1}), "aa", "", 0, False),
+        (({0, 1}, {0, 1}), "ab", "", 0, False),
+        (({0, 1}, {0, 1}), "aa", "1", 0, False),
+        (({0, 1}, {0, 1}), "aa", "", None, True),  # a device without an index is the current one
+    ],
+)
+def test_what_can_be_reached(
+    reached: tuple[set[int], ...], hosts: str, forbidden: str, index: int | None, answer: bool, monkeypatch
+) -> None:
+    """Rank 0 has GPU 0, and rank 1 GPU 1."""
+
+    def gathered(everyone: list, mine: Any, group: Any) -> None:
+        host, without, own, within_reach = mine
+        assert (host, without, own) == ("a", forbidden == "1", "gpu 0") and within_reach == names(reached[0])
+        everyone[:] = [mine, (hosts[1], False, "gpu 1", names(reached[1]))]
+
+    def names(indices: set[int]) -> set[str]:
+        return {f"gpu {i}" for i in indices}
+
+    monkeypatch.setattr(transport, "_REACHABLE", {})
+    monkeypatch.setattr(transport.socket, "gethostname", lambda: "a")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", forbidden)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(transport, "_identity", lambda index: f"gpu {index}")
+    monkeypatch.setattr(transport, "_linked", lambda index, other: other in reached[index])
+    monkeypatch.setattr(transport.dist, "all_gather_object", gathered)
+    group: Any = SimpleNamespace(size=lambda: 2, group_name="0")
+    for _ in range(2):
+        assert transport.reachable(group, torch.device("cuda", index) if index == 0 else torch.device("cuda")) == answer
+        monkeypatch.setattr(transport.dist, "all_gather_object", None)  # asked once
 
 
 def test_room_of_peers_is_a_power_of_two_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
