@@ -14,6 +14,7 @@ import torch.distributed as dist
 from .transport import mean_in_place
 
 SEED = 20190531  # of the initial Q, the same on every rank
+SHIFT = 1e-10  # of PᵀP, relative to its trace; 1e4 times the rounding errors in fp64
 EPSILON = 2.0**-52  # of a column of Q, relative to the largest: what the rounding in fp64 leaves of one
 
 
@@ -72,10 +73,10 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def orthonormal(p: torch.Tensor) -> torch.Tensor:
     """An orthonormal basis of the columns of p [batch, n, r], r small: Cholesky QR, iterated three times, in fp64.
 
-    PᵀP = L Lᵀ, P ← P L⁻ᵀ. If PᵀP is not positive definite in fp64, because columns are linearly dependent, a multiple
-    of the identity is added first (Fukaya et al. 2020, arXiv:1809.11085). Columns that depend on others then have a
-    norm below 1 or of 0, never above 1. The choice is made on the device, without synchronisation. NaN and inf make all
-    elements of a matrix NaN.
+    PᵀP = L Lᵀ, P ← P L⁻ᵀ. If columns are nearly dependent, so that L has a diagonal element which is not far above the
+    rounding errors of PᵀP, or none, a multiple of the identity is added first (Fukaya et al. 2020, arXiv:1809.11085).
+    Columns that depend on others then have a norm below 1 or of 0, never above 1. The choice is made on the device,
+    without synchronisation. NaN and inf make all elements of a matrix NaN.
     """
     wide = p.double()
     unit = torch.eye(p.shape[2], dtype=wide.dtype, device=wide.device)
@@ -83,8 +84,9 @@ def orthonormal(p: torch.Tensor) -> torch.Tensor:
         gram = torch.bmm(wide.mT, wide)
         plain, info = torch.linalg.cholesky_ex(gram)
         trace = gram.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
-        shifted, _ = torch.linalg.cholesky_ex(gram + (1e-10 * trace + 1e-200) * unit)
-        lower = torch.where((info == 0)[:, None, None], plain, shifted)
+        shifted, _ = torch.linalg.cholesky_ex(gram + (SHIFT * trace + 1e-200) * unit)
+        smallest = plain.diagonal(dim1=1, dim2=2).square().amin(1)[:, None, None]
+        lower = torch.where((info == 0)[:, None, None] & (smallest > SHIFT * trace), plain, shifted)
         wide = torch.linalg.solve_triangular(lower, wide.mT, upper=False).mT
     return (wide + 0 * p.double().sum(dim=(1, 2), keepdim=True)).to(p.dtype)
 

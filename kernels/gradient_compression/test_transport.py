@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from . import exchange, topk, transport
+from . import exchange, fsdp, topk, transport
 from .chunks import KINDS, Chunks
 from .reference import exchange_reference
 from .test_gradient_compression import DEVICE, same
@@ -190,6 +190,20 @@ def test_what_can_be_reached(
     for _ in range(2):
         assert transport.reachable(group, torch.device("cuda", index) if index == 0 else torch.device("cuda")) == answer
         monkeypatch.setattr(transport.dist, "all_gather_object", None)  # asked once
+
+
+@pytest.mark.parametrize("numel", [2047, 2048])
+def test_by_default_fsdp_compresses_modules_of_2048_elements(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(fsdp, "full_reduce_scatter", lambda *given, **named: calls.append("in full"))
+    monkeypatch.setattr(fsdp, "reduce_scatter", lambda *given: calls.append("compressed"))
+    monkeypatch.setattr("torch.distributed.fsdp.FSDPModule", SimpleNamespace)
+    made: list[fsdp.CompressedReduceScatter] = []
+    module = SimpleNamespace(set_custom_reduce_scatter=made.append)
+    fsdp.compress_fsdp(SimpleNamespace(named_modules=lambda: [("", module)]))  # type: ignore[arg-type]
+    for scatter in (*made, fsdp.CompressedReduceScatter()):
+        scatter(torch.empty(1), torch.empty(numel), Ranks(2).group(0), torch.distributed.ReduceOp.SUM)
+    assert calls == ["compressed" if numel == 2048 else "in full"] * 2
 
 
 def test_room_of_peers_is_a_power_of_two_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
