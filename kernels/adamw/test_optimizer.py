@@ -449,6 +449,21 @@ def test_a_state_of_other_strides_at_its_address_is_read_right(name):
     assert all(torch.equal(there[state], elsewhere[state]) for state in there)
 
 
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "master_param"])
+def test_a_state_that_does_not_fit_its_parameter_is_an_error_that_names_it(name):
+    (params,) = parameters(((4, 4), (6, 6)), HALF, copies=1)
+    for wrong, error in (
+        (torch.zeros(6, 5, device=DEVICE), "must be \\(6, 6\\) on .*, got \\(6, 5\\) on "),
+        (torch.zeros(6, 6, device=DEVICE, dtype=torch.float64), "must be float32, got torch.float64"),
+    ):
+        optimizer = AdamW(params, master_weights=True)
+        give_gradients(params)
+        optimizer.step()
+        optimizer.state[params[1]][name] = wrong
+        with pytest.raises((TypeError, ValueError), match=f"params\\[1\\]'s {name} {error}"):
+            optimizer.step()
+
+
 def test_a_step_over_known_tensors_builds_nothing(monkeypatch):
     (params,) = parameters(copies=1)
     optimizer = AdamW([dict(params=params[:3]), dict(params=params[3:], lr=0.1)])

@@ -118,8 +118,9 @@ def test_the_threshold_finds_where_the_attention_is():
     torch.testing.assert_close(shares.sum(-1), torch.ones(1, 2, 8, device=DEVICE))
 
 
-def test_shares_of_ragged_causal_attention():
-    q, k = normal(1, 2, 100, 8), normal(1, 1, 150, 8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_shares_of_ragged_causal_attention(dtype):
+    q, k = normal(1, 2, 100, 8).to(dtype), normal(1, 1, 150, 8).to(dtype)
     shares = block_shares(q, k, block_size=64, causal=True)
     assert shares.shape == (1, 2, 2, 3)
     torch.testing.assert_close(shares.sum(-1), torch.ones(1, 2, 2, device=DEVICE))

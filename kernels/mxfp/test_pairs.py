@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from harness.correctness import addresses
+
 from . import configs, dequantize_pairs, halves, mxfp, mxfp_dequantize, pairs, plans
 from .codec import encode
 from .formats import FORMATS
@@ -295,7 +297,8 @@ def test_dequantise_every_size(format: str, hopper) -> None:
             data = room[offset : len(room) - 1 + offset].view(rows, -1)
             scales = torch.randint(119, 126, (rows, blocks), dtype=torch.uint8, device=DEVICE)
             for d in (data, data.t().contiguous().t()):
-                mine = mxfp_dequantize(d, scales, format, torch.float16, size=size, **given)
+                with addresses.checked():
+                    mine = mxfp_dequantize(d, scales, format, torch.float16, size=size, **given)
                 theirs = mxfp_dequantize_reference(d, scales, format, torch.float16, size=size, **given)
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 

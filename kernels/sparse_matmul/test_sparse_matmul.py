@@ -57,6 +57,15 @@ def test_prune_reads_nothing_beyond_the_end():
         prune(torch.randn(3, 20, device=DEVICE))
 
 
+@pytest.mark.parametrize(("rows", "depth"), [(20, 24), (3, 68), (33, 132)])
+def test_a_product_reads_nothing_beyond_the_end(rows: int, depth: int):
+    """Rows and columns of the weight that fill no tile, and its metadata no block."""
+    w = compress(pruned(rows, depth))
+    with addresses.checked():
+        sparse_matmul(torch.randn(5, depth, device=DEVICE), w)
+        decompress(w)
+
+
 def test_prune_is_traced_transformed_and_derived_twice():
     w = torch.randn(3, 5, 12, device=DEVICE, dtype=torch.float32)
     expected, mask = _pruned(w, None)
