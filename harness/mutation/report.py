@@ -47,8 +47,9 @@ Not mutated, because such a change is no fault or none that a check of results c
 decorators, imports, `__all__`, strings and the arguments of exceptions, hints to the compiler, `num_warps`,
 `num_stages`, cache hints, and the configurations (`configs.py`). `reference.py` is the oracle, `bench.py` the
 declaration, `example.py` inputs, and the copies of `parts/` are shared by all kernels. Where not all mutants were run,
-those that were are a random sample. Its survivors led to tests, so that a sample drawn anew has a lower score. In the interpreter CUDA C++ and the modules that launch it are left out, and so are
-casts to 64 bits, which only more than 2^31 elements show.
+those that were are a random sample. Its survivors led to tests, so that a sample drawn anew has a lower score. In the
+interpreter CUDA C++ and the modules that launch it are left out, and so are casts to 64 bits, which only more than 2^31
+elements show.
 
 This page is written by `nox -s mutate -- --report`, from the lines in `reports/mutants`.
 """
