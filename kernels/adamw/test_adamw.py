@@ -262,6 +262,15 @@ def test_the_bias_correction_is_exact_to_fp32(beta, step):
     assert float(params[0]) == pytest.approx(expected, rel=5e-7)
 
 
+def test_with_fp32_masters_fp16_may_be_asked_to_round_stochastically():
+    """A copy of a master is rounded to nearest, whatever is asked for."""
+    given = state_of(8)
+    master = torch.randn(8, device=DEVICE)
+    given |= {"params": [master.half()], "grads": [g.half() for g in given["grads"]], "master_params": [master]}
+    adamw(**given, step=1, lr=0.1, stochastic_rounding=True)
+    assert torch.equal(given["params"][0], master.half())
+
+
 # Refusals.
 
 
@@ -286,6 +295,7 @@ def test_the_bias_correction_is_exact_to_fp32(beta, step):
         (dict(eps=float("nan")), ValueError, "eps must be"),
         (dict(weight_decay=None), TypeError, "weight_decay must be"),
         (dict(seed=-1), ValueError, "seed must be"),
+        (dict(seed=True), ValueError, "seed must be"),
         (dict(found_inf=torch.zeros((), dtype=torch.int32)), TypeError, "found_inf must be"),
         (dict(tables={}), TypeError, "tables must be"),
     ],

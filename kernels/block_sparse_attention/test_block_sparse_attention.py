@@ -28,6 +28,19 @@ def normal(*shape: int, **options) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE, **options)
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(0, 64), (64, 0), (0, 0)])
+@pytest.mark.parametrize("frozen", ["", "q", "kv"])
+def test_gradients_of_nothing_are_zeros(queries: int, keys: int, frozen: str):
+    q, k, v = (
+        normal(1, 2, n, 16, requires_grad=name not in frozen)
+        for name, n in zip("qkv", (queries, keys, keys), strict=True)
+    )
+    mask = torch.ones(1, 2, -(-queries // 64), -(-keys // 64), dtype=torch.bool, device=DEVICE)
+    block_sparse_attention(q, k, v, mask, **SMALL).sum().backward()
+    for name, tensor in zip("qkv", (q, k, v), strict=True):
+        assert tensor.grad is None if name in frozen else torch.equal(tensor.grad, torch.zeros_like(tensor))
+
+
 def tensors(queries: int, keys: int, heads: int = 2, kv_heads: int = 1, dim: int = 16) -> list[torch.Tensor]:
     return [normal(1, heads, queries, dim), normal(1, kv_heads, keys, dim), normal(1, kv_heads, keys, dim)]
 

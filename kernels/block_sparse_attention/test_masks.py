@@ -127,6 +127,13 @@ def test_shares_of_ragged_causal_attention(dtype):
     assert not (shares * ~visible_blocks(100, 150, 64, True, device=DEVICE)).any()
 
 
+def test_shares_are_of_the_scaled_scores():
+    q, k = normal(1, 2, 64, 8), normal(1, 2, 128, 8)
+    p = (0.3 * q @ k.transpose(-1, -2)).softmax(-1)
+    want = p.unflatten(-1, (2, 64)).sum(-1).mean(-2, keepdim=True)
+    torch.testing.assert_close(block_shares(q, k, block_size=64, scale=0.3), want)
+
+
 def test_masks_are_of_the_blocks_that_the_attention_has_by_default():
     q, k = normal(1, 2, 258, 8), normal(1, 1, 255, 8)
     gated = BlockGate(2, 1, 8, sparsity=0.5, device=DEVICE)(q, k)

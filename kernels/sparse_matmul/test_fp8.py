@@ -166,6 +166,11 @@ def test_scales_at_strides_and_one_scale() -> None:
     assert torch.equal(sparse_matmul(x, compressed, scale_x=one, scale_w=one, out_dtype=torch.float32), want)
 
 
+def test_a_weight_of_several_tiles() -> None:
+    x, compressed, scales = problem(5, 64, 328)
+    agrees(sparse_matmul(x, compressed, **scales, out_dtype=torch.float32), x, compressed, **scales)
+
+
 def test_the_default_is_bfloat16() -> None:
     x, compressed, scales = problem(0, 64, 24)
     assert sparse_matmul(x, compressed, **scales).dtype == torch.bfloat16
