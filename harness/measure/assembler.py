@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .compilations import ON_HOST, watched
+
 PTXAS = "TRITON_PTXAS_PATH"
 OF_PYTORCH = Path(torch.__file__).with_name("bin") / "ptxas"
-COMPILATIONS = ("DYNAMO", "LAZY_BACKWARD")  # Dynamo's names of what triggers them
 
 
 @contextmanager
@@ -27,27 +28,23 @@ def inductors_ptxas() -> Iterator[None]:
     if PTXAS in os.environ or not os.access(OF_PYTORCH, os.X_OK):
         yield
         return
-    handler, nested = torch._dynamo.callback_handler, [0]
+    nested = [0]
 
     def begin(event: Any) -> None:
-        if event.callback_trigger.name in COMPILATIONS:
+        if event.callback_trigger.name in ON_HOST:
             nested[0] += 1
             _take(str(OF_PYTORCH))
 
     def end(event: Any) -> None:
-        if event.callback_trigger.name in COMPILATIONS:
+        if event.callback_trigger.name in ON_HOST:
             nested[0] -= 1
             if not nested[0]:
                 _take(None)
 
-    handler.register_start_callback(begin)
-    handler.register_end_callback(end)
     try:
-        yield
+        with watched(begin, end):
+            yield
     finally:
-        with suppress(ValueError):  # a reset has removed them
-            handler.remove_start_callback(begin)
-            handler.remove_end_callback(end)
         _take(None)
 
 

@@ -23,12 +23,13 @@ from typing import IO, Any
 
 import torch
 
+from .compilations import ON_HOST, watched
+
 LOOK_SECONDS = 0.003  # polling interval for who is next; many holds last some 25 ms
 KEPT_BYTES = 1 << 30  # memory that PyTorch's cache may keep while others have the GPU: to free it takes time
 ROOM, ROOM_SECONDS = 0.5, 240.0  # fraction of GPU memory that must be free for a case to begin; longest wait for it
 KEPT_SECONDS = 600.0  # age after which `once` measures again
 SLEEP_SECONDS = 0.5  # while a case waits for memory; minimum while QuACK's autotuner waits for its compilations
-ON_HOST = ("DYNAMO", "LAZY_BACKWARD")  # Dynamo's names of the triggers of compilations that need no GPU
 
 
 class Turns:
@@ -131,7 +132,7 @@ class Turns:
         if self._file is None:
             yield
             return
-        handler, ours = torch._dynamo.callback_handler, [self._ours]
+        ours = [self._ours]
 
         def begin(event: Any) -> None:
             ours.append(self._ours)
@@ -144,14 +145,10 @@ class Turns:
         with ExitStack() as stack:
             for replaced in self._replacements():
                 stack.enter_context(replaced)
-            handler.register_start_callback(begin)
-            handler.register_end_callback(end)
             try:
-                yield
+                with watched(begin, end):
+                    yield
             finally:
-                with suppress(ValueError):  # a reset has removed them
-                    handler.remove_start_callback(begin)
-                    handler.remove_end_callback(end)
                 self._turn_to(ours[0])
 
     def _replacements(self) -> Iterator[AbstractContextManager[None]]:

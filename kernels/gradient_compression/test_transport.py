@@ -144,8 +144,8 @@ def test_what_is_gathered_is_in_the_order_of_the_ranks(monkeypatch: pytest.Monke
 def test_top_k_is_the_mean_over_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [torch.tensor([3.0, 0, -5, 1, 0]), torch.tensor([0.0, 2, 7, 1, 0])]
     sent: list[torch.Tensor] = []
+    monkeypatch.setattr(topk, "all_gather", lambda own, group: sent.append(own) or [own])
     for x in ranks:
-        monkeypatch.setattr(topk, "all_gather", lambda own, group: sent.append(own) or [own])
         topk.top_k(x.clone(), None, None, 0.4, 5)
     monkeypatch.setattr(topk, "all_gather", lambda own, group: sent)
     x = ranks[0].clone()
@@ -154,19 +154,19 @@ def test_top_k_is_the_mean_over_the_ranks(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("reached", "hosts", "forbidden", "index", "answer"),
+    ("reached", "hosts", "forbidden", "device", "answer"),
     [
-        (({0, 1}, {0, 1}), "aa", "", 0, True),
-        (({0, 1, 2}, {0, 1}), "aa", "0", 0, True),
-        (({0, 1}, {1}), "aa", "", 0, False),  # as another rank says
-        (({0}, {0, 1}), "aa", "", 0, False),
-        (({0, 1}, {0, 1}), "ab", "", 0, False),
-        (({0, 1}, {0, 1}), "aa", "1", 0, False),
-        (({0, 1}, {0, 1}), "aa", "", None, True),  # a device without an index is the current one
+        (({0, 1}, {0, 1}), "aa", "", "cuda:0", True),
+        (({0, 1, 2}, {0, 1}), "aa", "0", "cuda:0", True),
+        (({0, 1}, {1}), "aa", "", "cuda:0", False),  # as another rank says
+        (({0}, {0, 1}), "aa", "", "cuda:0", False),
+        (({0, 1}, {0, 1}), "ab", "", "cuda:0", False),
+        (({0, 1}, {0, 1}), "aa", "1", "cuda:0", False),
+        (({0, 1}, {0, 1}), "aa", "", "cuda", True),  # a device without an index is the current one
     ],
 )
 def test_what_can_be_reached(
-    reached: tuple[set[int], ...], hosts: str, forbidden: str, index: int | None, answer: bool, monkeypatch
+    reached: tuple[set[int], ...], hosts: str, forbidden: str, device: str, answer: bool, monkeypatch
 ) -> None:
     """Rank 0 has GPU 0, and rank 1 GPU 1."""
 
@@ -188,7 +188,7 @@ def test_what_can_be_reached(
     monkeypatch.setattr(transport.dist, "all_gather_object", gathered)
     group: Any = SimpleNamespace(size=lambda: 2, group_name="0")
     for _ in range(2):
-        assert transport.reachable(group, torch.device("cuda", index) if index == 0 else torch.device("cuda")) == answer
+        assert transport.reachable(group, torch.device(device)) == answer
         monkeypatch.setattr(transport.dist, "all_gather_object", None)  # asked once
 
 
